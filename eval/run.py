@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.compare import flat_metrics
-from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import EvalConfig, SuiteConfig
 from fla_train.eval.likelihood import position_limit
 from fla_train.eval.mirror import mirror_folder
 from fla_train.eval.needle import run_needle
@@ -27,6 +27,7 @@ from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.flops import count_parameters
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
+from fla_train.utils.keys import require_valid
 
 TASK_OPTIONS = (  # of a suite, for `run_tasks`
     *("include_path", "num_fewshot", "limit", "gen_kwargs"),
@@ -111,7 +112,7 @@ def evaluate_model(
     Args:
         model: in eval mode; its weights are read only.
         tokenizer: of the model.
-        suite: what to run; without errors (`validation_errors`).
+        suite: what to run; without errors (`find_errors`).
         folder: of the report; finished parts that it holds are used again if `identity` and the settings are
             the same.
         name: what tables and figures call the model.
@@ -240,8 +241,7 @@ def check_request(config: EvalConfig) -> None:
         raise ValueError(
             "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
         )
-    if errors := validation_errors(config.suite):
-        raise ValueError("\n  ".join(errors))
+    require_valid(config.suite, "suite.")
     if config.output:
         check_output(Path(config.output).expanduser())
 

@@ -17,12 +17,12 @@ from fla_train.cli.eval import register as register_eval
 from fla_train.cli.overrides import as_written
 from fla_train.data.dataset import Dataset
 from fla_train.data.sampler import PackedDataset
-from fla_train.eval.config import validation_errors
 from fla_train.hub.saved_config import as_values, assign
 from fla_train.run import Run
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch, with_data
 from fla_train.training.run_data import TaskSequences, open_training_data
+from fla_train.utils.keys import require_valid
 
 if TYPE_CHECKING:  # takes seconds to import
     from transformers import PreTrainedModel
@@ -98,8 +98,7 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
     try:
         words = as_written("eval", [assign("suite", suite), *as_values(options)])
         config = OmegaConf.to_object(app.compose("eval", words))
-        if errors := validation_errors(config.suite):
-            raise ValueError("\n  ".join(errors))
+        require_valid(config.suite, "suite.")
         if config.suite.expressivity is not None:
             raise ValueError(f"suite={suite} is for models of a synthetic task, this one is trained on text")
     except ValueError as error:

@@ -18,6 +18,7 @@ from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.metrics import draw_losses
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, is_locked
+from fla_train.utils.keys import resume_rule
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:  # each takes a second to import
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-NOT_COMPARED = ("run.", "launch.", "logger.", "trainer.resume", "dry_run", "model.backend")
 
 
 class Run:
@@ -202,9 +201,14 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     Folders and machines do not count, nor do keys that a run does not have.
     """
     settings = [run.settings for run in runs]
-    keys = dict.fromkeys(key for given in settings for key in given if not key.startswith(NOT_COMPARED))
-    differ = [key for key in keys if len({json.dumps(given.get(key)) for given in settings}) > 1]
-    return [{key: given[key] for key in differ if key in given} for given in settings]
+    names = dict.fromkeys(name for values in settings for name in values)
+    differ = [
+        name
+        for name in names
+        if resume_rule(TrainConfig, name) != "free"
+        and len({json.dumps(values.get(name)) for values in settings}) > 1
+    ]
+    return [{name: values[name] for name in differ if name in values} for values in settings]
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

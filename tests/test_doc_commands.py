@@ -24,10 +24,10 @@ from fla_train.cli.bench_options import build_parser
 from fla_train.cli.overrides import as_written
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.eval.config import validation_errors
 from fla_train.hub import export_model
 from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
 from fla_train.training.config import register, to_config, validate, with_task_sizes
+from fla_train.utils.keys import find_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "tutorial.ipynb"]
@@ -133,13 +133,13 @@ def check(words: list[str]) -> None:
         case ["fla-prepare", *overrides]:
             prepare.register()
             config = app.compose("prepare", with_base(as_written("prepare", overrides)))
-            assert not OmegaConf.to_object(config.data).validation_errors()
+            assert not find_errors(OmegaConf.to_object(config.data), "data.")
         case ["fla-eval", "compare", *places]:
             assert len([place for place in places if "=" not in place]) > 1
         case ["fla-eval", *overrides]:
             eval_command.register()
             config = OmegaConf.to_object(app.compose("eval", as_written("eval", overrides)))
-            assert config.checkpoint and not validation_errors(config.suite)
+            assert config.checkpoint and not find_errors(config.suite, "suite.")
         case ["fla-export", *overrides]:
             export.register()
             config = OmegaConf.to_object(app.compose("export", as_written("export", overrides)))
@@ -147,7 +147,7 @@ def check(words: list[str]) -> None:
         case ["fla-generate", *overrides]:
             generate.register()
             config = app.compose("generate", as_written("generate", overrides))
-            assert not generate.validation_errors(OmegaConf.to_object(config))
+            assert not find_errors(OmegaConf.to_object(config))
         case ["fla-bench", *arguments]:
             request = build_parser().parse_args(arguments)
             if request.command == "train":

@@ -4,6 +4,7 @@ fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temper
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import run_hydra
+from fla_train.utils.keys import key, require_valid
 
 BATCH = 64  # prompts of a file that are continued together
 
@@ -22,39 +24,30 @@ class GenerateConfig:
     checkpoint: str | None = None
     prompt: str = ""
     prompt_file: str | None = None
-    max_new_tokens: int = 200
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
+    max_new_tokens: int = key(200, at_least=1)
+    temperature: float = key(0.8, at_least=0)
+    top_k: int = key(0, at_least=0)
+    top_p: float = key(1.0, above=0, at_most=1)
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
     mixer: str | None = None
     trust_remote_code: bool = False
 
+    def check(self) -> Iterator[str]:
+        if self.checkpoint is None:
+            yield "checkpoint must be a run folder, an exported folder, or a Hub name"
+        if self.prompt and self.prompt_file:
+            yield "prompt and prompt_file are both set: give one of them"
+
 
 def register() -> None:
     ConfigStore.instance().store(name="generate_schema", node=GenerateConfig)
 
 
-def validation_errors(config: GenerateConfig) -> list[str]:
-    """Every setting that cannot work, one line each."""
-    checks = {
-        "give checkpoint=RUN: a run folder, an exported folder, or a Hub name": config.checkpoint is not None,
-        "give prompt= or prompt_file=, not both": not (config.prompt and config.prompt_file),
-        "max_new_tokens must be at least 1": config.max_new_tokens >= 1,
-        "temperature must be at least 0 (0: always the likeliest token)": config.temperature >= 0,
-        "top_k must be at least 0 (0: off)": config.top_k >= 0,
-        "seed must lie in -2^63..2^63 - 1": -(2**63) <= config.seed < 2**63,
-        "top_p must be above 0 and at most 1 (1: off)": 0 < config.top_p <= 1,
-    }
-    return [line for line, fine in checks.items() if not fine]
-
-
 def task(config: DictConfig) -> int:
     settings: GenerateConfig = OmegaConf.to_object(config)
-    if found := validation_errors(settings):
-        raise ValueError("\n  ".join(found))
+    require_valid(settings)
     if settings.prompt_file is not None and not Path(settings.prompt_file).is_file():
         raise ValueError(f"prompt_file={settings.prompt_file} is no file")
     if settings.prompt_file is not None and not Path(settings.prompt_file).stat().st_size:

@@ -1,22 +1,18 @@
 """Typed data config: schema and checks of Hydra's `data` group. configs/data/*.yaml explain every key."""
 
-import math
 import os
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.keys import key
 
-SOURCES = ("stdlib", "local", "hub", "mixture")
-# The sources that use each of these keys, besides the parts of a mixture.
-USERS = {
-    "path": "data=local for files, data=hub for a dataset on the Hub",
-    "name": "data=hub",
-    "revision": "data=hub",
-    "split": "data=hub",
-}
+SOURCES = ("stdlib", "local", "hub")
+# The sources that read each of these keys
+READERS = {"path": ("local", "hub"), "name": ("hub",), "revision": ("hub",), "split": ("hub",)}
+BPE_SPECIAL = 259  # 256 bytes and 3 special tokens
 
 
 @dataclass
@@ -25,138 +21,92 @@ class TokenizerConfig:
 
     name: str = "bpe"
     eos_token: str | None = None
-    vocab_size: int = 4096
-    train_bytes: int = 100_000_000
+    vocab_size: int = key(4096, at_least=1)
+    train_bytes: int = key(100_000_000, at_least=1)
 
-    def validation_errors(self) -> list[str]:
-        """Every setting that cannot work, one line each; empty when all is well."""
-        errors = []
-        if self.name == "bpe" and self.vocab_size < 259:
-            errors.append(
-                f"data.tokenizer.vocab_size={self.vocab_size} is too small for bpe: 256 bytes and 3 special "
-                "tokens make 259"
-            )
+    def check(self) -> Iterator[str]:
+        if self.name == "bpe" and self.vocab_size < BPE_SPECIAL:
+            yield f"vocab_size={self.vocab_size} must be at least {BPE_SPECIAL} for bpe"
         if self.eos_token is not None and self.name in ("bytes", "bpe"):
-            errors.append(f"data.tokenizer.eos_token is set but {self.name} has its own, <eos>")
-        if self.train_bytes < 1:
-            errors.append(f"data.tokenizer.train_bytes={self.train_bytes} must be at least 1")
-        return errors
+            yield f"eos_token={self.eos_token} is not supported with {self.name}, which has <eos>"
 
 
 @dataclass
-class PartConfig:
-    """One part of a mixture: its text, named as in `DataConfig`, and its share of the sequences."""
+class SourceConfig:
+    """Where text comes from, and how much of it to read."""
 
-    weight: float | None = None
-    source: str = "local"
+    source: str = key("local", choices=SOURCES)
     path: str | None = None
     name: str | None = None
     revision: str | None = None
     split: str = "train"
     text_column: str = "text"
     id_column: str = "id"
-    max_documents: int | None = None
-    max_tokens: int | None = None
+    max_documents: int | None = key(None, at_least=1)
+    max_tokens: int | None = key(None, at_least=1)
+
+    def check(self) -> Iterator[str]:
+        if self.source in ("local", "hub") and not self.path:
+            yield f"path must be set for source={self.source}"
+        elif (
+            self.source == "hub" and not is_hub_name(self.path) and not Path(self.path).expanduser().is_dir()
+        ):
+            yield f"path={self.path} is neither a dataset on the Hub (user/name) nor a local folder"
+        for name, sources in READERS.items():
+            if self.source not in sources and getattr(self, name) != getattr(SourceConfig, name):
+                yield (
+                    f"{name}={getattr(self, name)} is not read with source={self.source}: "
+                    f"choose {' or '.join(f'data={source}' for source in sources)}"
+                )
 
 
 @dataclass
-class DataConfig:
+class PartConfig(SourceConfig):
+    """One part of a mixture: its source, and its fraction of the sequences relative to the other weights."""
+
+    weight: float | None = key(None, above=0)
+
+    def check(self) -> Iterator[str]:
+        yield from super().check()
+        if self.weight is None:
+            yield "weight must be set: the part's fraction of the sequences, relative to the others"
+
+
+@dataclass
+class DataConfig(SourceConfig):
     """The text to read, how it is split and tokenized, and where the result is kept."""
 
-    source: str = "stdlib"
-    path: str | None = None
-    name: str | None = None
-    revision: str | None = None
-    split: str = "train"
-    text_column: str = "text"
-    id_column: str = "id"
-    validation_fraction: float = 0.01
-    max_documents: int | None = None
-    max_tokens: int | None = None
+    source: str = key("stdlib", choices=(*SOURCES, "mixture"))
+    validation_fraction: float = key(0.01, at_least=0, below=1)
     append_eos: bool = True
-    max_line_bytes: int = 16_000_000
-    shard_tokens: int = 100_000_000
-    cache_dir: str | None = None
-    num_workers: int | None = None
-    document_boundaries: bool = False
-    contiguous: bool = False
+    max_line_bytes: int = key(16_000_000, at_least=1)
+    shard_tokens: int = key(100_000_000, at_least=1)
+    cache_dir: str | None = key(None, resume="free")
+    num_workers: int | None = key(None, at_least=0, resume="free")
+    document_boundaries: bool = key(False, resume="fixed")
+    contiguous: bool = key(False, resume="fixed")
     stream: bool = False
-    stream_head_documents: int = 20_000
+    stream_head_documents: int = key(20_000, at_least=1)
     subset_tokens: dict[str, int] = field(default_factory=dict)
     mixture: dict[str, PartConfig] = field(default_factory=dict)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
-    def validation_errors(self) -> list[str]:
-        """Every setting that cannot work, one line each; empty when all is well."""
-        errors = self._mixture_errors()
-        if self.source not in SOURCES:
-            errors.append(f"data.source={self.source} is none of {', '.join(SOURCES)}")
-        if self.source in ("local", "hub") and not self.path:
-            errors.append(f"data.source={self.source} needs data.path")
-        errors += _hub_name_errors("data", self)
-        reads = {"stdlib": (), "local": ("path",), "mixture": ()}.get(self.source, USERS)
-        for key in USERS:
-            if key not in reads and getattr(self, key) != getattr(DataConfig, key):
-                use = (
-                    "set it in a part of data.mixture" if self.source == "mixture" else f"choose {USERS[key]}"
-                )
-                errors.append(f"data.{key} is set but data.source={self.source} does not use it: {use}")
-        if not 0 <= self.validation_fraction < 1:
-            errors.append(f"data.validation_fraction={self.validation_fraction} must be in [0, 1)")
-        for key in ("max_documents", "max_tokens"):
-            if self.stream and getattr(self, key) is not None:
-                errors.append(f"data.{key} caps no stream: leave it at null, or prepare the data")
-        if self.stream and self.source == "mixture":
-            errors.append("data.stream=true reads a single source: prepare the mixture")
-        if self.stream and self.contiguous:
-            errors.append(
-                "data.contiguous=true reads many places at once, a stream one: set data.stream=false"
+    def check(self) -> Iterator[str]:
+        yield from super().check()
+        if (self.source == "mixture") != bool(self.mixture):
+            yield "mixture={NAME: {weight, path}, ...} belongs with source=mixture: set both, or neither"
+        if self.source == "mixture" and self.tokenizer.name == "bpe":
+            yield (
+                "tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder (such as the "
+                "tokenizer/ of prepared data) or a Hub name"
             )
-        for key in ("max_documents", "max_tokens", "max_line_bytes", "shard_tokens", "stream_head_documents"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                errors.append(f"data.{key}={value} must be at least 1")
-        if self.num_workers is not None and self.num_workers < 0:
-            errors.append(f"data.num_workers={self.num_workers} must not be negative")
-        return errors + self.tokenizer.validation_errors()
-
-    def _mixture_errors(self) -> list[str]:
-        if self.source != "mixture":
-            return ["data.mixture is set but data.source is not mixture"] if self.mixture else []
-        errors = (
-            [] if self.mixture else ["data.source=mixture needs data.mixture: {name: {weight, path}, ...}"]
-        )
-        for name, part in self.mixture.items():
-            if part.weight is None:
-                errors.append(f"data.mixture.{name}.weight must be given: its share of the sequences")
-            elif not 0 < part.weight < math.inf:
-                errors.append(f"data.mixture.{name}.weight={part.weight} must be positive and finite")
-            if part.source not in SOURCES[:-1]:
-                errors.append(
-                    f"data.mixture.{name}.source={part.source} is none of {', '.join(SOURCES[:-1])}"
-                )
-                continue
-            own = re.compile(rf"(?<![\w.])data\.(?=({'|'.join(vars(part))})\b)")
-            found = part_config(self, name).validation_errors()
-            errors += [own.sub(f"data.mixture.{name}.", e) for e in found if own.match(e)]
-        for key in ("max_documents", "max_tokens"):
-            if getattr(self, key) is not None:
-                errors.append(f"data.{key} caps no mixture: set data.mixture.PART.{key}")
-        if self.tokenizer.name == "bpe":
-            errors.append(
-                "data.tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder (such as "
-                "the tokenizer/ of prepared data) or a Hub name"
-            )
-        return errors
-
-
-def _hub_name_errors(key: str, config: DataConfig | PartConfig) -> list[str]:
-    """Refuse a `path` that is neither a local folder nor a valid name on the Hub."""
-    if config.source != "hub" or not config.path or Path(config.path).expanduser().is_dir():
-        return []
-    if is_hub_name(config.path):
-        return []
-    return [f"{key}.path={config.path} is no name of a dataset on the Hub (user/name), and no folder here"]
+        for name in ("max_documents", "max_tokens"):
+            if self.source == "mixture" and getattr(self, name) is not None:
+                yield f"{name} does not limit a mixture: set data.mixture.PART.{name}"
+            elif self.stream and getattr(self, name) is not None:
+                yield f"{name} does not limit a stream: leave it at null, or prepare the data"
+        if self.stream and (self.source == "mixture" or self.contiguous):
+            yield "stream=true reads one source in order: set it to false for a mixture or contiguous=true"
 
 
 def part_config(config: DataConfig, name: str) -> DataConfig:

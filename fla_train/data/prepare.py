@@ -41,6 +41,7 @@ from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, m
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.filesystem import move_folder, replaced_folder, save_tokenizer, sync, write_whole
+from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import locked
 from fla_train.utils.progress import Progress
 
@@ -81,8 +82,7 @@ def prepare(
 
 def _prepare(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
     """`prepare` of a config, of a part of a mixture, or of the validation shard of a stream."""
-    if errors := config.validation_errors():
-        raise ValueError("; ".join(errors))
+    require_valid(config, "data.")
     if config.source == "mixture":
         return _prepare_mixture(config, log, progress, commits)
     if config.stream:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fla_train.hub.saved_config import assign
 from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.keys import key
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
 
@@ -26,24 +27,18 @@ class HubConfig:
     """The `hub` section of `fla-train`."""
 
     repo_id: str | None = None
-    push_every: int = 0
+    push_every: int = key(0, at_least=0)
     private: bool = True
-    dtype: str = "auto"
+    dtype: str = key("auto", choices=DTYPES)
     license: str | None = None
     language: str | None = None
-    timeout: float = 600.0
+    timeout: float = key(600.0, at_least=0)
 
-    def errors(self) -> Iterator[str]:
-        """Every setting that cannot work, one line each."""
+    def check(self) -> Iterator[str]:
         if self.repo_id is not None and not is_hub_name(self.repo_id):
-            yield f"hub.repo_id={self.repo_id} is not a name of the form user/model"
+            yield f"repo_id={self.repo_id} is not a name of the form user/model"
         if self.repo_id is None and self.push_every:
-            yield "hub.push_every needs hub.repo_id: give the name of the model on the Hub, user/model"
-        if self.dtype not in DTYPES:
-            yield f"hub.dtype={self.dtype} is not one of {', '.join(DTYPES)}"
-        for name, value in (("push_every", self.push_every), ("timeout", self.timeout)):
-            if value < 0:
-                yield f"hub.{name}={value} must be at least 0"
+            yield "repo_id must be set with hub.push_every: the model's name on the Hub, user/model"
 
 
 class HubPushes:

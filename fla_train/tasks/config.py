@@ -5,12 +5,10 @@ that a wrong one is named before it fails somewhere in numpy.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
-
-from omegaconf import MISSING
 
 from fla_train.tasks.code_trace import CodeTrace
 from fla_train.tasks.formal import FormalLanguage
@@ -22,6 +20,7 @@ from fla_train.tasks.regbench import RegBench
 from fla_train.tasks.score import Score
 from fla_train.tasks.task import Tally, Task
 from fla_train.utils.errors import described
+from fla_train.utils.keys import key
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -50,51 +49,42 @@ class TaskConfig:
     `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
     """
 
-    kind: str = MISSING
-    options: dict[str, Any] = field(default_factory=dict)
-    train: dict[str, Any] = field(default_factory=dict)
+    kind: str = key(resume="fixed")
+    options: dict[str, Any] = key(factory=dict, resume="fixed")
+    train: dict[str, Any] = key(factory=dict, resume="fixed")
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    train_sequences: int | None = None
-    test_sequences: int = 512
-    batch_size: int = MISSING
-    test_batch_size: int = 128
-    curriculum: list[Any] = field(default_factory=list)
+    train_sequences: int | None = key(None, at_least=1, resume="fixed")
+    test_sequences: int = key(512, at_least=1)
+    batch_size: int = key(at_least=1, resume="fixed")
+    test_batch_size: int = key(128, at_least=1)
+    curriculum: list[Any] = key(factory=list, resume="fixed")
     stop_at: list[Any] = field(default_factory=list)
 
-    def validation_errors(self) -> list[str]:
-        """Every setting that cannot work, one line each; empty when all is well."""
-        errors = [
-            f"task.{key}={value} must be at least 1"
-            for key in ("train_sequences", "test_sequences", "batch_size", "test_batch_size")
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
+    def check(self) -> Iterator[str]:
         if not self.tests:
-            errors.append("task.tests is empty: name at least one test set")
+            yield "tests is empty: name at least one test set"
         try:
             task_class(self.kind)
         except ValueError as error:
-            return [*errors, f"task.kind: {error}"]
+            yield f"kind: {error}"
+            return
         sets = {"train": self.train} | {f"tests.{name}": options for name, options in self.tests.items()}
-        places: dict[str, list[str]] = {}  # of each error: test sets repeat the options of the training set
-        for place, options in {"options": self.options, **sets}.items():
-            for error in _option_errors(self.kind, options):
-                places.setdefault(error, []).append(f"task.{place}")
+        failed: dict[str, list[str]] = {}  # Test sets repeat the training set's errors: name each once.
         sizes = {}
         for name, options in sets.items():
-            merged = {**self.options, **options}
-            if _option_errors(self.kind, merged):
-                continue  # what its class would say of them follows from these
             try:
-                task = make_task(self.kind, merged)
+                task = make_task(self.kind, {**self.options, **options})
                 if is_own(self.kind):
                     check_contract(self.kind, task)
                 sizes[name] = task.vocab_size
             except ValueError as error:
-                places.setdefault(str(error), []).append(f"task.{name}")
-        errors += [f"{', '.join(where)}: {error}" for error, where in places.items()]
+                failed.setdefault(str(error), []).append(name)
+        yield from (f"{', '.join(names)}: {error}" for error, names in failed.items())
         if len(set(sizes.values())) > 1:
-            errors.append(f"the task's sets have different vocabularies, {sizes}: make their options agree")
-        return errors or [*_curriculum_errors(self), *_target_errors(self)]
+            yield f"tests: all sets must have one vocabulary, these have {sizes}"
+        if not failed:
+            yield from _curriculum_errors(self)
+            yield from _target_errors(self)
 
 
 def is_own(kind: str) -> bool:
@@ -190,46 +180,40 @@ def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
     }
 
 
-def _curriculum_errors(config: TaskConfig) -> list[str]:
+def _curriculum_errors(config: TaskConfig) -> Iterator[str]:
     if config.curriculum and task_class(config.kind).length_option is None:
-        return [f"task.curriculum needs words of several lengths: {config.kind} has one"]
-    errors = []
+        yield f"curriculum needs sequences of several lengths: {config.kind} has one length"
+        return
+    whole = training_task(config, 0)
     for stage in config.curriculum:
         if not _is_stage(stage):
-            errors.append(
-                f"task.curriculum: {stage} is no [tokens, steps] with two numbers of 1 or more, which "
-                "{option: value} may follow"
-            )
+            yield f"curriculum: {stage} must be [tokens, steps] or [tokens, steps, {{option: value}}], from 1"
             continue
         try:
             early = _stage_task(config, 0, stage)
         except ValueError as error:
-            errors.append(f"task.curriculum: {stage}: {error}")
+            yield f"curriculum: {stage}: {error}"
             continue
-        whole = training_task(config, 0)
         if early.seq_len > whole.seq_len:
-            errors.append(f"task.curriculum: {stage} is longer than the training set's words")
+            yield f"curriculum: {stage} is longer than the sequences of the training set"
         if early.vocab_size != whole.vocab_size:
-            errors.append(f"task.curriculum: {stage} has another vocabulary than the training set")
-    return errors
+            yield f"curriculum: {stage} has another vocabulary than the training set"
 
 
 def _is_stage(stage: Any) -> bool:
     return fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0
 
 
-def _target_errors(config: TaskConfig) -> list[str]:
+def _target_errors(config: TaskConfig) -> Iterator[str]:
     if not config.stop_at:
-        return []
+        return
     known = []
     for name, task in tasks_for_testing(config).items():
         labels = task.batch([0]).labels
-        known += [f"{name}/{key}" for key in Score(0.0, Tally.of(labels, labels), {}).scalars(task)]
-    return [
-        f"task.stop_at: {target} is no [metric, value] with a metric of {', '.join(known)}"
-        for target in config.stop_at
-        if not (fits(target, tuple[str, float]) and target[0] in known)
-    ]
+        known += [f"{name}/{metric}" for metric in Score(0.0, Tally.of(labels, labels), {}).scalars(task)]
+    for target in config.stop_at:
+        if not (fits(target, tuple[str, float]) and target[0] in known):
+            yield f"stop_at: {target} must be [metric, value] with one of the metrics {', '.join(known)}"
 
 
 _WORDS = {

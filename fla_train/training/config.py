@@ -7,8 +7,8 @@ fails before anything starts. `validate` reports all other errors together.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +25,12 @@ from fla_train.hub.pushes import HubConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.models.activation_checkpointing import SELECTIVE
 from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
-from fla_train.models.configuration import DeltaProductConfig, model_schema
+from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, model_schema
 from fla_train.tasks import TaskConfig, training_task
 from fla_train.training.log import log
+from fla_train.utils.keys import AUTO, find_errors, key, require_valid
 from fla_train.utils.ranks import is_rank
 
-AUTO = "auto"
 FLOAT8_CAPABILITY = (8, 9)  # of a GPU
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512  # of the run, and never more than the papers' steps
 # Keys of `model` that a recipe for our family may set though the model of another library does not read them
@@ -40,32 +40,9 @@ DECAY_SHARE = 0.2  # of the run, for `wsd`
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
 
 
-def key(
-    default: Any = MISSING,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[bool | str, ...] = (),
-) -> Any:
-    """A field with limits, which `validate` checks. A number may also be null, or "auto" if its type says so.
-
-    Keys with a default may be absent from the config.yaml of a run that was begun before they existed.
-    """
-    limits = {
-        "at least": (at_least, lambda value, bound: value >= bound),
-        "at most": (at_most, lambda value, bound: value <= bound),
-        "above": (above, lambda value, bound: value > bound),
-        "below": (below, lambda value, bound: value < bound),
-    }
-    given = {words: limit for words, limit in limits.items() if limit[0] is not None}
-    return field(default=default, metadata={"limits": given, "choices": choices})
-
-
 @dataclass
 class OptimizerConfig:
-    name: str = key(choices=("adamw", "muon"))
+    name: str = key(choices=("adamw", "muon"), resume="fixed")
     lr: float = key(at_least=0)
     weight_decay: float = key(at_least=0)
     beta1: float = key(at_least=0, below=1)
@@ -74,11 +51,9 @@ class OptimizerConfig:
     max_grad_norm: float = key(at_least=0)
     momentum: float | None = key(None, at_least=0, below=1)
 
-    def errors(self) -> Iterator[str]:
-        if self.name != "muon" and self.momentum is not None:
-            yield f"optimizer.momentum={self.momentum} is for optimizer=muon only: leave it at null"
-        if self.name == "muon" and self.momentum is None:
-            yield "optimizer.momentum=null must be a number in [0, 1) for optimizer=muon"
+    def check(self) -> Iterator[str]:
+        if (self.name == "muon") != (self.momentum is not None):
+            yield f"momentum={self.momentum} must be a number in [0, 1) for optimizer=muon, else null"
 
 
 @dataclass
@@ -125,8 +100,8 @@ class ScheduleConfig:
 @dataclass
 class TrainerConfig:
     max_steps: int = key(at_least=1)
-    seq_len: int = key(at_least=2)  # one token leaves none to predict
-    global_batch_tokens: int | str = key(at_least=1)
+    seq_len: int = key(at_least=2, resume="fixed")  # one token leaves none to predict
+    global_batch_tokens: int | str = key(at_least=1, resume="fixed")
     micro_batch_size: int = key(at_least=1)
     precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
     activation_checkpointing: bool | str = key(choices=(True, False, SELECTIVE))
@@ -136,10 +111,10 @@ class TrainerConfig:
     checkpoint_every: int = key(at_least=0)
     keep_checkpoints: int = key(at_least=0)
     export_every: int = key(at_least=0)
-    resume: str = MISSING
+    resume: str = key(resume="free")
     max_skipped_steps: int = key(at_least=1)
     check_backend: bool = MISSING
-    target_batch_tokens: int = key(16384, at_least=1)
+    target_batch_tokens: int = key(16384, at_least=1, resume="free")
     keep_every: int = key(0, at_least=0)
     spike_deviations: float = key(0.0, at_least=0)
     stats_every: int = key(0, at_least=0)
@@ -165,19 +140,19 @@ class TrainerConfig:
         """Whether matrix products run in bf16 but for those in float8."""
         return self.precision in ("bf16", "fp8")
 
-    def errors(self) -> Iterator[str]:
+    def check(self) -> Iterator[str]:
         if self.keep_every and not self.keep_checkpoints:
-            yield "trainer.keep_every has no effect with trainer.keep_checkpoints=0, which keeps all"
+            yield "keep_every has no effect with trainer.keep_checkpoints=0, which keeps all"
         if outside := [step for step in self.profile_steps if not 1 <= step <= self.max_steps]:
-            yield f"trainer.profile_steps={outside} must lie in 1..{self.max_steps}, the steps of the run"
+            yield f"profile_steps={outside} must lie in 1..{self.max_steps}, the steps of the run"
         noise = self.state_noise
         if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
-            yield f"trainer.state_noise={noise} must be fitted, or a standard deviation above 0"
+            yield f"state_noise={noise} must be fitted, or a standard deviation above 0"
         if self.suite_every:
             folder = files("fla_train.configs") / "suite"
             suites = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
             if self.suite not in suites:
-                yield f"trainer.suite={self.suite} is none of {', '.join(suites)}"
+                yield f"suite={self.suite} must be one of {', '.join(suites)}"
 
 
 @dataclass
@@ -209,11 +184,6 @@ class LaunchConfig:
             yield (
                 f"launch.context_parallel={self.context_parallel} does not divide launch.num_processes="
                 f"{self.num_processes}: use a divisor"
-            )
-        if self.context_parallel > 1 and self.overlap_communication:
-            yield (
-                "launch.overlap_communication=true cannot be had with launch.context_parallel above 1: set "
-                "it to false"
             )
         if self.machine_rank is not None and not 0 <= self.machine_rank < self.num_machines:
             yield (
@@ -248,63 +218,39 @@ class RunConfig:
 class TrainConfig:
     """Root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
-    model: Any = MISSING
-    data: DataConfig = field(default_factory=DataConfig)
+    model: Any = key(resume="fixed", rules=dict.fromkeys(MACHINE_KEYS, "free"))
+    data: DataConfig = key(factory=DataConfig, resume="data")
     task: TaskConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    launch: LaunchConfig = key(factory=LaunchConfig, resume="free")
+    logger: LoggerConfig = key(factory=LoggerConfig, resume="free")
     hub: HubConfig = field(default_factory=HubConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    init_from: str | None = None
-    seed: int = key(at_least=0)
-    dry_run: bool = MISSING
+    run: RunConfig = key(factory=RunConfig, resume="free")
+    init_from: str | None = key(None, resume="fixed")
+    seed: int = key(at_least=0, resume="fixed")
+    dry_run: bool = key(resume="free")
 
-    def errors(self) -> Iterator[str]:
-        """Every setting that cannot work, one line each; `with_processes` has filled in their number."""
-        yield from _limit_errors("", self)
-        yield from _number_errors("", asdict(self))
-        yield from self.optimizer.errors()
-        yield from self.trainer.errors()
-        yield from self.hub.errors()
+    @property
+    def num_accumulated(self) -> int:
+        """Micro-batches per rank and step, of a resolved config. Context parallel ranks share theirs."""
+        rows = self.trainer.micro_batch_size * self.launch.data_parallel
+        return self.trainer.global_batch_tokens // (self.trainer.seq_len * rows)
+
+    @property
+    def initial_states(self) -> str:
+        """What training sequences start from: zero, passing, noise, or contiguous (the text before)."""
+        return "contiguous" if self.task is None and self.data.contiguous else self.trainer.initial_state
+
+    def check(self) -> Iterator[str]:
         yield from _model_errors(self)
-        yield from _state_errors(self)
         yield from _resume_errors(self)
         yield from _package_errors(self)
         if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None and not self.dry_run:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
-        if self.task is not None and self.trainer.suite_every:
-            yield "trainer.suite_every is for training on text: a task has its own test sets"
-        data = self.data.validation_errors() if self.task is None else self.task.validation_errors()
-        yield from data
-        if self._has_sizes():  # the arithmetic below divides by them
-            sized = with_batch(self)
-            yield from self.launch.errors()
-            yield from self.schedule.errors(self.trainer.max_steps)
-            if not self.dry_run:  # which may plan for machines that are not here
-                yield from _device_errors(self)
-            yield from _context_errors(self)
-            yield from _float8_errors(self)
-            if self.task is None:
-                yield from _batch_errors(sized)
-            if self.task is not None and not data:
-                yield from _task_batch_errors(self)
-            if self.task is None or not data:  # sizes follow from a task without errors
-                yield from _cuda_graph_errors(sized)
-
-    def _has_sizes(self) -> bool:
-        trainer, launch = self.trainer, self.launch
-        sizes = (trainer.max_steps, trainer.seq_len, trainer.micro_batch_size, launch.num_machines)
-        batch = (
-            trainer.target_batch_tokens
-            if trainer.global_batch_tokens == AUTO
-            else trainer.global_batch_tokens
-        )
-        return all(type(size) is int and size >= 1 for size in (*sizes, launch.num_processes, batch))
 
 
 def validate(config: TrainConfig) -> None:
@@ -313,58 +259,69 @@ def validate(config: TrainConfig) -> None:
     Raises:
         ValueError: one line per error, each naming the key and a value that would do.
     """
-    if errors := list(with_processes(config).errors()):
+    require_valid(config)
+    config = with_batch(with_processes(config))
+    errors = [
+        *config.launch.errors(),
+        *config.schedule.errors(config.trainer.max_steps),
+        *([] if config.dry_run else _device_errors(config)),  # a dry run may plan for other machines
+        *find_conflicts(config),
+        *_state_errors(config),
+        *_context_errors(config),
+        *_float8_errors(config),
+        *(_batch_errors(config) if config.task is None else _task_batch_errors(config)),
+    ]
+    if errors:
         raise ValueError("\n  ".join(errors))
 
 
-def check_attributes(config: TrainConfig) -> None:
-    """Refuse what a program set on a section that has no such field: Python would keep it unread.
+# Conditions on a resolved config, by the words that name them in errors
+CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
+    "a synthetic task": lambda c: c.task is not None,
+    "a model of another library": lambda c: is_zoo(c.model),
+    "model.mixer": lambda c: c.model.get("mixer") is not None,
+    "data.contiguous=true": lambda c: c.initial_states == "contiguous",
+    "data.document_boundaries=true": lambda c: c.task is None and c.data.document_boundaries,
+    "launch.context_parallel above 1": lambda c: c.launch.context_parallel > 1,
+    "launch.device=cpu": lambda c: resolve_device(c) == "cpu",
+    "launch.num_processes above 1": lambda c: c.launch.num_processes > 1,
+    "launch.overlap_communication=true": lambda c: c.launch.overlap_communication,
+    "several micro-batches a step": lambda c: c.num_accumulated > 1,
+    "trainer.activation_checkpointing=selective": lambda c: c.trainer.activation_checkpointing == SELECTIVE,
+    "trainer.cuda_graph=true": lambda c: c.trainer.cuda_graph,
+    "trainer.initial_state other than zero": lambda c: c.trainer.initial_state != "zero",
+    "trainer.precision=fp8": lambda c: c.trainer.precision == "fp8",
+    "trainer.suite_every above 0": lambda c: c.trainer.suite_every > 0,
+}
+# Pairs of conditions that exclude each other
+CONFLICTS: dict[str, tuple[str, ...]] = {
+    "data.contiguous=true": ("a model of another library", "trainer.initial_state other than zero"),
+    "launch.context_parallel above 1": (
+        "a model of another library",
+        "a synthetic task",
+        "data.contiguous=true",
+        "launch.overlap_communication=true",
+        "model.mixer",
+        "trainer.activation_checkpointing=selective",
+        "trainer.initial_state other than zero",
+    ),
+    "trainer.cuda_graph=true": (
+        "data.document_boundaries=true",
+        "launch.num_processes above 1",
+        "several micro-batches a step",
+    ),
+    "trainer.initial_state other than zero": ("a model of another library",),
+    "trainer.precision=fp8": ("a model of another library", "launch.device=cpu"),
+    "trainer.suite_every above 0": ("a synthetic task",),
+}
 
-    Raises:
-        ValueError: naming them.
-    """
 
-    def unknown(prefix: str, section: Any) -> Iterator[str]:
-        if is_dataclass(section):
-            names = {field.name for field in fields(section)}
-            for name, value in vars(section).items():
-                yield from unknown(f"{prefix}.{name}", value) if name in names else [f"{prefix}.{name}"]
-
-    if found := list(unknown("config", config)):
-        raise ValueError(f"there is no {' and no '.join(found)}: see docs/configuration.md")
-
-
-def _limit_errors(prefix: str, section: Any) -> Iterator[str]:
-    """Values outside the limits of their `key`, in a section and those in it."""
-    for entry in fields(section):
-        name, value = f"{prefix}{entry.name}", getattr(section, entry.name)
-        limits, choices = entry.metadata.get("limits", {}), entry.metadata.get("choices", ())
-        if is_dataclass(value):
-            yield from _limit_errors(f"{name}.", value)
-        elif choices and value not in choices:
-            shown = ", ".join(str(choice).lower() for choice in choices)
-            yield f"{name}={value} is not one of {shown}"
-        elif limits and isinstance(value, str) and value != AUTO:
-            yield f"{name}={value} must be a number, or auto"
-        elif isinstance(value, int | float) and not all(
-            holds(value, bound) for bound, holds in limits.values()
-        ):
-            words = " and ".join(f"{words} {bound:g}" for words, (bound, _) in limits.items())
-            yield f"{name}={value} must be {words}"
-
-
-def _number_errors(name: str, value: object) -> Iterator[str]:
-    """Numbers that neither a timer nor a tensor or a random generator takes, wherever they stand."""
-    if isinstance(value, dict):
-        for inner, content in value.items():
-            yield from _number_errors(f"{name}.{inner}".removeprefix("."), content)
-    elif isinstance(value, list):
-        for content in value:
-            yield from _number_errors(name, content)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{name}={value} must be a finite number"
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield f"{name}={value} must lie in -2^63..2^63 - 1"
+def find_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for each pair of options in `CONFLICTS` that a resolved config uses."""
+    for option, others in CONFLICTS.items():
+        for other in others:
+            if CONDITIONS[option](config) and CONDITIONS[other](config):
+                yield f"{option} is not supported with {other}: change one of them"
 
 
 def _resume_errors(config: TrainConfig) -> Iterator[str]:
@@ -391,7 +348,7 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
 
             if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
                 yield (
-                    f"data.document_boundaries=true cannot be had with {config.model['model_type']}, whose "
+                    f"data.document_boundaries=true is not supported with {config.model['model_type']}, whose "
                     "layers carry a state across the documents of a packed row: set it to false"
                 )
     except ValueError as error:
@@ -399,46 +356,29 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def _state_errors(config: TrainConfig) -> Iterator[str]:
-    """What sequences can't start from. A model that can't be built has its error already."""
-    initial = f"trainer.initial_state={config.trainer.initial_state}"
-    kind = initial_state_kind(config)
-    contiguous = kind == "contiguous"
-    if contiguous and config.trainer.initial_state != "zero":
-        yield f"data.contiguous=true starts from each row's own states, not from {initial}: set that to zero"
-    if kind == "zero":
+    """What sequences can't start from."""
+    if config.initial_states == "zero" or is_zoo(config.model):
         return
-    setting, otherwise = ("data.contiguous=true", "false") if contiguous else (initial, "zero")
-    if is_zoo(config.model):
-        yield (
-            f"{setting} cannot be had with {config.model['model_type']}, whose layers take no states in "
-            f"training: set it to {otherwise}, or choose a model of this package"
-        )
-        return
-    try:
-        settings = build_model_config(config.model)
-    except ValueError:
-        return
+    settings = build_model_config(config.model)
+    setting = "data.contiguous" if config.initial_states == "contiguous" else "trainer.initial_state"
     if "linear_attention" not in settings.layer_types:
-        yield f"{setting} has no effect without linear_attention layers: set it to {otherwise}"
+        yield f"{setting} has no effect without linear_attention layers: leave it at its default"
     if settings.mixer is None:
         return
     from fla_train.models.mixers.delta_product import DeltaProductMixer  # seconds
-    from fla_train.models.mixers.registry import MixerError, linear_mixer, takes_cache
+    from fla_train.models.mixers.registry import linear_mixer, takes_cache
 
-    try:
-        mixer = linear_mixer(settings)
-    except MixerError:
-        return
+    mixer = linear_mixer(settings)
     packed = config.task is None and config.data.document_boundaries
     if not takes_cache(mixer):
         yield (
-            f"{setting} cannot be had with the mixer {settings.mixer}, which keeps no states: set it to "
-            f"{otherwise}, or give its forward the parameter cache (docs/mixers.md)"
+            f"{setting} is not supported with the mixer {settings.mixer}, which keeps no states: leave it at "
+            "its default, or give its forward the parameter cache (docs/mixers.md)"
         )
     elif packed and not issubclass(mixer, DeltaProductMixer):  # which knows rows from documents
         yield (
-            f"{setting} cannot be had with both the mixer {settings.mixer} and data.document_boundaries: set "
-            "one of them to its default"
+            f"{setting} and data.document_boundaries are not supported together with the mixer "
+            f"{settings.mixer}: set one of them to its default"
         )
 
 
@@ -472,24 +412,13 @@ def describe_processes(launch: LaunchConfig) -> str:
 
 
 def _context_errors(config: TrainConfig) -> Iterator[str]:
-    """What context parallelism does not do; the model's own errors come from `_model_errors`."""
-    trainer, parts, model = config.trainer, config.launch.context_parallel, config.model
-    if parts == 1:
+    trainer, parts = config.trainer, config.launch.context_parallel
+    if parts == 1 or config.task is not None or is_zoo(config.model):
         return
-    name = f"launch.context_parallel={parts}"
-    if config.task is not None:
-        yield f"{name} is for training on text: use 1 for a task, whose sequences are short"
-    elif is_zoo(model) or model.get("mixer") is not None:
-        what = "a mixer of your own" if model.get("mixer") is not None else f"a {model['model_type']} model"
-        yield f"{name} cannot be had with {what}, which needs whole sequences: use 1, or another model"
-    elif initial_state_kind(config) != "zero":
-        yield f"{name} cannot be had with trainer.initial_state or data.contiguous: leave both out"
-    elif trainer.activation_checkpointing == SELECTIVE:
-        yield f"{name} cannot be had with trainer.activation_checkpointing=selective: use true"
-    elif trainer.seq_len % parts:
-        yield f"{name} does not divide trainer.seq_len={trainer.seq_len}: use a multiple of {parts} tokens"
-    elif trainer.seq_len // parts < model["conv_size"]:
-        yield f"{name} leaves parts of {trainer.seq_len // parts} tokens: use a longer trainer.seq_len"
+    if trainer.seq_len % parts:
+        yield f"launch.context_parallel={parts} does not divide trainer.seq_len={trainer.seq_len}"
+    elif trainer.seq_len // parts < config.model["conv_size"]:
+        yield f"launch.context_parallel={parts} leaves {trainer.seq_len // parts} tokens to a rank: use fewer"
 
 
 def _task_batch_errors(config: TrainConfig) -> Iterator[str]:
@@ -499,18 +428,6 @@ def _task_batch_errors(config: TrainConfig) -> Iterator[str]:
         yield f"task.batch_size={task.batch_size} is not a multiple of {unit} = micro_batch_size x processes"
     if task.test_sequences < processes:
         yield f"task.test_sequences={task.test_sequences} leaves processes without a sequence"
-
-
-def _cuda_graph_errors(config: TrainConfig) -> Iterator[str]:
-    """A graph holds one pass of one process, of inputs whose shapes stay."""
-    against = {
-        "launch.num_processes above 1": config.launch.num_processes > 1,
-        "several micro-batches a step": accumulation_steps(config) > 1,
-        "data.document_boundaries": config.task is None and config.data.document_boundaries,
-    }
-    if config.trainer.cuda_graph:
-        for what in (what for what, there in against.items() if there):
-            yield f"trainer.cuda_graph=true cannot be had with {what}: set it to false"
 
 
 def _device_errors(config: TrainConfig) -> Iterator[str]:
@@ -530,19 +447,12 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def _float8_errors(config: TrainConfig) -> Iterator[str]:
-    """What float8 needs of the machine and the model."""
-    if config.trainer.precision != "fp8":
-        return
-    other = "set trainer.precision=bf16"
-    if is_zoo(config.model):
-        yield f"trainer.precision=fp8 is for this package's own models: {other}"
-    if resolve_device(config) != "cuda":
-        yield f"trainer.precision=fp8 needs a GPU: {other}, or fp32 on a CPU"
-    elif torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
-        yield (
-            f"trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this one "
-            f"has {found[0]}.{found[1]}: {other}"
-        )
+    if config.trainer.precision == "fp8" and resolve_device(config) == "cuda" and torch.cuda.is_available():
+        if (capability := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
+            yield (
+                "trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this "
+                "one has {}.{}: set trainer.precision=bf16".format(*capability)
+            )
 
 
 def _package_errors(config: TrainConfig) -> Iterator[str]:
@@ -699,13 +609,6 @@ def accumulation_steps(config: TrainConfig) -> int:
     return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * ranks)
 
 
-def initial_state_kind(config: TrainConfig) -> str:
-    """What training sequences start from: zero, passing, noise, or contiguous for the text before them."""
-    if config.task is None and config.data.contiguous:
-        return "contiguous"
-    return config.trainer.initial_state
-
-
 def with_warmup(config: TrainConfig) -> TrainConfig:
     """`config` with its number of warm-up steps where it is null: a share of trainer.max_steps."""
     steps = config.schedule.warmup(config.trainer.max_steps)
@@ -746,7 +649,7 @@ def with_task_sizes(config: TrainConfig) -> TrainConfig:
     A sequence is one token longer than the task's, see `tasks.Batch.for_causal_lm`. A task with errors is
     left for `validate` to report.
     """
-    if config.task is None or config.task.validation_errors():
+    if config.task is None or find_errors(config.task):
         return config
     task = training_task(config.task, config.seed)
     seq_len = task.seq_len + 1

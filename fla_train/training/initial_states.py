@@ -21,7 +21,7 @@ from fla_train.data.dataset import permute
 from fla_train.data.sampler import Batch, BatchSampler, send
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.training.checkpoint import STATES_FILE, world_size
-from fla_train.training.config import TrainConfig, initial_state_kind
+from fla_train.training.config import TrainConfig
 
 MEMORY = 0.99  # of the moments that fitted noise has: about the last hundred steps count
 
@@ -75,7 +75,7 @@ class InitialStates:
             log: gets a line about what starts from zero though the run does not say so.
         """
         trainer = config.trainer
-        kind = initial_state_kind(config)
+        kind = config.initial_states
         if kind == "zero":
             return None
         model = engine.module.config

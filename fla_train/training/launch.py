@@ -19,7 +19,6 @@ from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
     AUTO,
     TrainConfig,
-    check_attributes,
     resolve,
     to_yaml,
     validate,
@@ -139,7 +138,6 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
     A `dry_run` of several processes on a machine without a GPU plans for GPUs.
     """
-    check_attributes(config)
     config = with_saved_sizes(with_task_sizes(with_run_paths(config)))
     if config.dry_run and config.launch.device == AUTO and config.launch.num_processes not in (AUTO, 1):
         config = replace(config, launch=replace(config.launch, device="cuda"))

@@ -14,7 +14,6 @@ from fla_train.training.config import (
     TrainConfig,
     accumulation_steps,
     describe_processes,
-    initial_state_kind,
     with_processes,
 )
 from fla_train.training.cuda_graph import records_graph
@@ -135,7 +134,7 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
 
 def _state_bytes(config: TrainConfig) -> int:
     """What `InitialStates` keeps on each process: of its rows of a step, and of one more micro-batch."""
-    if initial_state_kind(config) == "zero":
+    if config.initial_states == "zero":
         return 0
     model = build_model_config(config.model)
     layers = model.layer_types.count("linear_attention")

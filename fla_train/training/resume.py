@@ -19,24 +19,11 @@ from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint
 from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
 from fla_train.training.run_folder import RunFolder
+from fla_train.utils.keys import resume_rule
 from fla_train.utils.records import read_metrics
 
-# These fix what a checkpoint holds and, with the prepared data, the stream of tokens: a resume keeps them.
-FIXED_KEYS = (
-    *("seed", "trainer.seq_len", "trainer.global_batch_tokens", "model.", "optimizer.name"),
-    *("task.kind", "task.options", "task.train", "task.batch_size", "task.curriculum"),
-    "init_from",
-)
-SEQUENCE_KEYS = ("data.document_boundaries", "data.contiguous")  # data keys that no fingerprint covers
-# These say where and how a run is carried out, not what it computes: a change is not logged.
-FREE_KEYS = (
-    *("run.", "launch.", "logger.", "data.", "trainer.resume", "trainer.target_batch_tokens", "dry_run"),
-    *("model.backend", "model.recompute_operator"),
-)
-FREE_DATA_KEYS = ("data.cache_dir", "data.num_workers")  # of the data keys, what no token depends on
 VISIBLE = 60.0  # seconds within which a shared file system must show what another machine has written
 EVALUATIONS_TO_STOP = 2  # in a row at `task.stop_at`: one could be luck, where accuracy swings
-EQUAL_SECTIONS = ("seed", "model", "task", "optimizer", "schedule", "trainer", "init_from")  # on ranks
 
 Log = Callable[[str], None]
 
@@ -254,12 +241,9 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path)
         for key in sorted(before | now)
         if now.get(key) != before.get(key)
     }
-    errors = [
-        text
-        for key, text in changed.items()
-        if key in SEQUENCE_KEYS or (key.startswith(FIXED_KEYS) and not key.startswith(FREE_KEYS))
-    ]
-    of_data = [key for key in changed if key.startswith("data.") and key not in FREE_DATA_KEYS]
+    rules = {key: resume_rule(TrainConfig, key) for key in changed}
+    errors = [text for key, text in changed.items() if rules[key] == "fixed"]
+    of_data = [key for key in changed if rules[key] == "data"]
     if data is not None:
         name = data.folder.name
     else:
@@ -269,14 +253,12 @@ def check_same_run(config: TrainConfig, data: PreparedData | None, resume: Path)
         if name is None and not of_data:  # the tokenizer has to be fetched first
             name = state.data
     if state.data not in (None, name):
-        errors += [changed[key] for key in of_data if key not in SEQUENCE_KEYS] or [
-            "the text itself or the tokenizer has changed since"
-        ]
+        errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:
         raise ValueError(
             f"{resume} belongs to another run: {', '.join(errors)}; restore them or use another run.dir"
         )
-    return [text for key, text in changed.items() if not key.startswith(FREE_KEYS)]
+    return [text for key, text in changed.items() if rules[key] == "logged"]
 
 
 def check_config_consistency(
@@ -289,11 +271,12 @@ def check_config_consistency(
     Raises:
         ValueError: on all ranks, naming what differs.
     """
-    content = asdict(config)
-    facts: dict[str, object] = {key: content[key] for key in EQUAL_SECTIONS}
+    compared = ("fixed", "logged")
+    facts: dict[str, object] = {
+        key: value for key, value in recorded(config).items() if resume_rule(TrainConfig, key) in compared
+    }
     facts["the prepared data"] = data.folder.name
     facts["the Hub's commit of the data"] = data.commits()
-    facts |= {key: getattr(config.data, key.removeprefix("data.")) for key in SEQUENCE_KEYS}
     facts["launch.context_parallel"] = config.launch.context_parallel
     facts["the checkpoint to resume"] = resume.name if resume else None
     # The first machine has written it by now. Another content, or none, means another folder.
@@ -301,5 +284,6 @@ def check_config_consistency(
     facts["run.dir (is it one shared folder?)"] = shared.read_text() if shared.is_file() else None
     everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, facts)
-    if differing := [name for name in facts if any(other[name] != everyone[0][name] for other in everyone)]:
+    names = dict.fromkeys(name for other in everyone for name in other)
+    if differing := [n for n in names if any(other.get(n) != everyone[0].get(n) for other in everyone)]:
         raise ValueError(f"the machines differ in {', '.join(differing)}: give the same command on each")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fla_train.data.open_dataset import open_contiguous
+from fla_train.utils.keys import find_errors
 from tests.data.conftest import quiet
 from tests.data.test_mixture import mixture  # noqa: F401  a fixture
 from tests.data.test_prepare import read
@@ -101,6 +102,6 @@ def test_more_rows_than_text_or_parts_than_rows(prepared, mixture):  # noqa: F81
         opened(prepared, rows=10**6)
     with pytest.raises(ValueError, match="each part of a mixture a row"):
         open_contiguous(quiet(mixture).folder, 16, 1, 2, document_boundaries=False)
-    assert replace(mixture, contiguous=True).validation_errors() == []
+    assert find_errors(replace(mixture, contiguous=True), "data.") == []
     stream = replace(mixture, source="local", path=".", mixture={}, stream=True, contiguous=True)
-    assert any("data.contiguous" in error for error in stream.validation_errors())
+    assert any("contiguous=true" in error for error in find_errors(stream, "data."))

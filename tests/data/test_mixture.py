@@ -12,6 +12,7 @@ from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
+from fla_train.utils.keys import find_errors
 from tests.data.conftest import quiet, write_jsonl
 
 
@@ -104,14 +105,14 @@ def test_errors_of_mixtures(mixture, tmp_path):
     (tmp_path / "code" / "a.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"data\.mixture\.code: .*line 1: not JSON"):
         quiet(mixture)
-    assert "data.mixture" in DataConfig(source="mixture").validation_errors()[0]
+    assert "data.mixture" in find_errors(DataConfig(source="mixture"), "data.")[0]
     bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
     bad.mixture["web"] = PartConfig(weight=-1.0)
     bad.mixture["code"] = PartConfig(weight=float("inf"))
-    bad.mixture["math"] = PartConfig(path="x", max_tokens=0, name="part")
-    errors = " ".join(bad.validation_errors())
-    parts = ("web.weight", "web.path", "code.weight=inf", "math.weight", "math.max_tokens=0", "math.name")
-    for key in ("max_tokens", "bpe", *(f"data.mixture.{part}" for part in parts)):
+    bad.mixture["math"] = PartConfig(path="x", max_tokens=0)
+    errors = " ".join(find_errors(bad, "data."))
+    parts = ("web.weight", "code.weight=inf", "math.max_tokens=0")
+    for key in ("max_tokens", *(f"data.mixture.{part}" for part in parts)):
         assert key in errors
 
 
@@ -123,7 +124,7 @@ def test_a_part_that_is_not_there_is_named_before_any_is_prepared(mixture, tmp_p
 
 
 def test_a_mixture_of_another_source(mixture):
-    assert "source is not mixture" in replace(mixture, source="stdlib").validation_errors()[0]
+    assert "belongs with source=mixture" in find_errors(replace(mixture, source="stdlib"), "data.")[0]
 
 
 def test_single_corpora_are_opened_as_before(local):

@@ -22,6 +22,7 @@ from fla_train.data.cache import (
 )
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
+from fla_train.utils.keys import find_errors
 from tests.data.conftest import quiet, write_jsonl, write_parquet
 
 
@@ -176,7 +177,7 @@ def test_all_invalid_settings_are_named_together(tmp_path, monkeypatch):
     config.tokenizer = TokenizerConfig(name="bpe", vocab_size=10)
     with pytest.raises(ValueError) as failure:
         quiet(config)
-    for key in ("data.path", "validation_fraction", "max_tokens", "vocab_size"):
+    for key in ("validation_fraction", "max_tokens", "vocab_size"):
         assert key in str(failure.value)
     for config, key, option in (
         (DataConfig(path="x"), "data.path", "data=local"),
@@ -184,25 +185,25 @@ def test_all_invalid_settings_are_named_together(tmp_path, monkeypatch):
         (
             DataConfig(
                 source="mixture",
-                mixture={"a": PartConfig(1, "stdlib")},
+                mixture={"a": PartConfig("stdlib", weight=1)},
                 path="x",
                 tokenizer=TokenizerConfig("bytes"),
             ),
             "data.path",
-            "data.mixture",
+            "data=local",
         ),
     ):
-        (error,) = config.validation_errors()
-        assert error.startswith(f"{key} is set") and option in error
+        (error,) = find_errors(config, "data.")
+        assert error.startswith(f"{key}=") and option in error
     for name in ("../x", "/x", "a/../b", "a/b/c", "hf://datasets/a/b"):
         for config in (
             DataConfig(source="hub", path=name),
-            DataConfig(source="mixture", mixture={"a": PartConfig(1.0, "hub", name)}),
+            DataConfig(source="mixture", mixture={"a": PartConfig("hub", name, weight=1.0)}),
         ):
-            assert f"path={name} is no name of a dataset on the Hub" in " ".join(config.validation_errors())
-    (error,) = DataConfig(source="web").validation_errors()
-    assert error == "data.source=web is none of stdlib, local, hub, mixture"
-    assert not DataConfig().validation_errors()
+            assert f"path={name} is neither a dataset on the Hub" in " ".join(find_errors(config, "data."))
+    (error,) = find_errors(DataConfig(source="web"), "data.")
+    assert error == "data.source=web must be one of stdlib, local, hub, mixture"
+    assert not find_errors(DataConfig(), "data.")
 
 
 SLOW = """

@@ -17,13 +17,14 @@ from fla_train.data.tokenizers import encode
 from fla_train.eval import documents as documents_module
 from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.report import check_checkpoint, check_output, write_comparison
 from fla_train.eval.run import _checkpoint_stamp, _name, evaluate, output_folder
 from fla_train.eval.tables import markdown
 from fla_train.hub import CardInfo, export_model, resolve_checkpoint
+from fla_train.utils.keys import find_errors
 from tests.eval.conftest import CHOICES, token_losses
 
 TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
@@ -290,7 +291,7 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
         (EvalConfig(), "give checkpoint=RUN"),
         (EvalConfig("absent"), "absent does not exist"),
         (EvalConfig("RUN", dtype="int4"), "dtype=int4 must be one of"),
-        (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "the suite is empty"),
+        (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "suite.tasks is empty"),
         (EvalConfig("RUN", f"{__file__}/out", suite=perplexity_suite()), "test_evaluate.py is no folder"),
     ],
 )
@@ -306,15 +307,15 @@ def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) 
 def test_faults_are_reported_together() -> None:
     suite = perplexity_suite(bucket=0, chunk=0, sets=["a/web.jsonl", "b/web.parquet"])
     suite.batch_size, suite.limit, suite.num_fewshot = "many", 0, -1
-    errors = validation_errors(suite)
+    errors = find_errors(suite, "suite.")
     assert [error.split("=")[0] for error in errors] == [
-        "suite.batch_size",
         "suite.num_fewshot",
         "suite.limit",
         "suite.perplexity.bucket",
         "suite.perplexity.chunk",
-        "suite.perplexity.sets has several sets named web: rename a file",
     ]
+    sets = perplexity_suite(sets=["a/web.jsonl", "b/web.parquet"])
+    assert "named web: rename a file" in find_errors(sets, "suite.")[0]
 
 
 def test_a_full_disk_is_named(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:

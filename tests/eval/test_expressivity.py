@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from fla_train.eval import expressivity
-from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.expressivity_figures import draw_spread_ratio
 from fla_train.eval.transitions import Transitions, transitions
 from fla_train.hub import CardInfo, export_model
 from fla_train.kernels.delta_product import delta_product
 from fla_train.tasks import GroupWords
+from fla_train.utils.keys import find_errors
 from tests.tasks.constructions import cyclic, symmetric
 
 TASK = """\
@@ -152,5 +153,5 @@ def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors() -> None:
     suite = SuiteConfig(name="x", tasks=["piqa"], expressivity=ExpressivityConfig(lengths=[0], sequences=0))
-    text = "\n".join(validation_errors(suite))
-    assert "sequences=0" in text and "lengths" in text and "runs alone" in text
+    text = "\n".join(find_errors(suite, "suite."))
+    assert "sequences=0" in text and "lengths=0" in text and "runs alone" in text

@@ -11,13 +11,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name, validation_errors
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name
 from fla_train.eval.documents import fingerprint, packed, recut
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import effective_rank, positions_up_to, state_statistics
 from fla_train.hub import CardInfo, export_model
+from fla_train.utils.keys import find_errors
 from tests.eval.conftest import token_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,7 @@ def test_the_suite_holds_the_papers_sets_and_panels() -> None:
     config = PerplexityConfig(**loaded.perplexity)
     assert list(config.sets) == list(PAPER_SETS) and list(config.panels) == [4096, 16384, 32768]
     assert max(config.lengths) == 32768 and config.layout == "packed"
-    assert not validation_errors(SuiteConfig(name=loaded.name, perplexity=config))
+    assert not find_errors(SuiteConfig(name=loaded.name, perplexity=config), "suite.")
     assert [set_name(name) for name in PAPER_SETS] == list(PAPER_SETS)
 
 

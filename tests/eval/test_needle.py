@@ -22,7 +22,6 @@ from fla_train.eval.config import (
     EvalConfig,
     NeedleConfig,
     SuiteConfig,
-    validation_errors,
 )
 from fla_train.eval.haystack import NOISE, PROMPTS, TASKS, Haystack, load_haystack, make_samples
 from fla_train.eval.intervals import proportion_interval
@@ -32,6 +31,7 @@ from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.run import evaluate
 from fla_train.hub import CardInfo, export_model
 from fla_train.hub.load import document_prefix
+from fla_train.utils.keys import find_errors
 from tests.eval.conftest import short_of_memory, train
 
 SETTINGS = {"prompt": "ruler", "length": 700, "answer_tokens": 60, "depths": [0, 50, 100], "seed": 0}
@@ -295,10 +295,10 @@ def test_two_ranks_find_what_one_finds(asked, build_model, tokenizer, tmp_path: 
 
 def test_settings_that_cannot_work() -> None:
     def errors(**settings: object) -> list[str]:
-        return validation_errors(SuiteConfig(name="needle", needle=NeedleConfig(**settings)))
+        return find_errors(SuiteConfig(name="needle", needle=NeedleConfig(**settings)), "suite.")
 
     assert errors() == [] and tuple(TASKS) == NEEDLE_TASKS and tuple(PROMPTS) == NEEDLE_PROMPTS
-    wrong = {"tasks": ["niah_multikey_1"], "prompts": [], "lengths": [0], "depths": [101], "samples": 0}
+    wrong = {"tasks": ["niah_multikey_1"], "prompts": ["x"], "lengths": [0], "depths": [101], "samples": 0}
     assert [re.search(r"suite\.needle\.(\w+)", line)[1] for line in errors(**wrong)] == [
-        "samples", "tasks", "prompts", "lengths", "depths"
+        "tasks", "prompts", "lengths", "samples", "depths"
     ]  # fmt: skip

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fla_train.eval import sweep
-from fla_train.eval.config import PerplexityConfig, SuiteConfig, set_name, validation_errors
+from fla_train.eval.config import PerplexityConfig, SuiteConfig, set_name
 from fla_train.eval.mirror import DatasetUnavailable
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.sweep import run_sweep
+from fla_train.utils.keys import find_errors
 from tests.eval.conftest import short_of_memory
 
 
@@ -118,7 +119,7 @@ def test_names_end_before_known_endings_only(tmp_path: Path, monkeypatch) -> Non
         "~/texts.jsonl": "texts",
     }
     assert {path: set_name(path) for path in names} == names
-    assert not validation_errors(SuiteConfig("own", PerplexityConfig(sets=list(names))))
+    assert not find_errors(SuiteConfig("own", PerplexityConfig(sets=list(names))), "suite.")
     monkeypatch.chdir(tmp_path)
     assert set_name(".") == set_name("*.jsonl") == tmp_path.name
 

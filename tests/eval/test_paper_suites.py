@@ -15,13 +15,14 @@ from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
 
 from fla_train.eval import harness
-from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import EvalConfig, SuiteConfig
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
 from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, paper_cell, paper_row
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import paper_heads, paper_markdown
 from fla_train.hub import CardInfo, export_model
+from fla_train.utils.keys import find_errors
 from tests.eval.conftest import token_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,7 +271,7 @@ def test_suites_hold_the_columns_of_the_table(name: str) -> None:
     config = SuiteConfig(**OmegaConf.load(ROOT / f"configs/suite/{name}.yaml"))
     columns = {"zero_shot": ZERO_SHOT, "recall": RECALL, "paper": ZERO_SHOT + RECALL}[name]
     assert list(config.tasks) == list(dict.fromkeys(column.task for column in columns))
-    assert config.name == name and not validation_errors(config)
+    assert config.name == name and not find_errors(config, "suite.")
 
 
 def scored(tasks: tuple[str, ...] = ()) -> dict[str, dict]:

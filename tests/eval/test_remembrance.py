@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.remembrance import effective_remembrance, part_sizes
 from fla_train.eval.run import evaluate
 from fla_train.hub import CardInfo, export_model
+from fla_train.utils.keys import find_errors
 
 
 def total_variation(model: PreTrainedModel, whole: list[int], part: list[int]) -> float:
@@ -69,4 +70,4 @@ def test_the_suite_reports_it(build_model: Callable, tokenizer, tmp_path: Path) 
 
 def test_a_negative_number_is_an_error() -> None:
     suite = SuiteConfig("x", PerplexityConfig(remembrance_documents=-1))
-    assert any("remembrance_documents=-1" in line for line in validation_errors(suite))
+    assert any("remembrance_documents=-1" in line for line in find_errors(suite, "suite."))

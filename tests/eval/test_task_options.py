@@ -12,12 +12,13 @@ from omegaconf import OmegaConf
 from fla_train.cli.app import compose
 from fla_train.cli.eval import register
 from fla_train.eval.compare import comparison
-from fla_train.eval.config import EvalConfig, SuiteConfig, validation_errors
+from fla_train.eval.config import EvalConfig, SuiteConfig
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.report import output_lock
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import data_notes, markdown
 from fla_train.hub import CardInfo, export_model
+from fla_train.utils.keys import find_errors
 from tests.eval.conftest import CHOICES
 from tests.eval.conftest import RECITE as TO_A_STOP
 
@@ -170,14 +171,15 @@ def test_the_command_takes_them() -> None:
     overrides += ["suite.gen_kwargs={max_gen_toks:4,temperature:0.5}", "suite.apply_chat_template=named"]
     suite = OmegaConf.to_object(compose("eval", overrides)).suite
     assert suite.gen_kwargs == {"max_gen_toks": 4, "temperature": 0.5} and suite.limit == 0.1
-    assert suite.apply_chat_template == "named" and suite.seed == 7 and not validation_errors(suite)
+    assert suite.apply_chat_template == "named" and suite.seed == 7 and not find_errors(suite, "suite.")
     suite = OmegaConf.to_object(compose("eval", ["suite=tasks", "suite.limit=20"])).suite
     assert suite.limit == 20 and isinstance(suite.limit, int) and suite.apply_chat_template is False
     for limit in (0, -1, 2.5):
         assert any(
-            "suite.limit" in line for line in validation_errors(SuiteConfig("t", tasks=["a"], limit=limit))
+            "suite.limit" in line
+            for line in find_errors(SuiteConfig("t", tasks=["a"], limit=limit), "suite.")
         )
-    assert "suite.gen_kwargs" in validation_errors(SuiteConfig("t", tasks=["a"], gen_kwargs="many"))[0]
+    assert "suite.gen_kwargs" in find_errors(SuiteConfig("t", tasks=["a"], gen_kwargs="many"), "suite.")[0]
 
 
 def test_an_output_folder_belongs_to_one_evaluation(tasks, checkpoint, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.tasks import TaskConfig, make_task, training_task
 from fla_train.training.config import register, to_config, to_yaml
+from fla_train.utils.keys import find_errors
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 KIND = "brackets:Brackets"
@@ -107,7 +108,7 @@ def test_brackets_are_those_of_a_stack() -> None:
 def test_the_example_has_no_errors_and_a_curriculum() -> None:
     register()
     found = to_config(compose("train", ["task=brackets", "task.curriculum=[[8,5]]"], config_dir="."))
-    assert found.task.validation_errors() == []
+    assert find_errors(found.task, "task.") == []
     assert training_task(found.task, 0).seq_len == 32
 
 
@@ -132,18 +133,18 @@ def test_the_example_has_no_errors_and_a_curriculum() -> None:
     ],
 )
 def test_a_class_that_cannot_be_used_is_one_line(kind: str, reason: str) -> None:
-    (error,) = config(kind).validation_errors()
+    (error,) = find_errors(config(kind), "task.")
     assert kind in error and reason in error
     assert "\n" not in error
 
 
 def test_options_are_those_of_the_class() -> None:
-    assert config("wrong:Plain").validation_errors() == config("wrong:More").validation_errors() == []
-    (error,) = config(KIND, length=8, width=3).validation_errors()
+    assert find_errors(config("wrong:Plain"), "task.") == find_errors(config("wrong:More"), "task.") == []
+    (error,) = find_errors(config(KIND, length=8, width=3), "task.")
     assert "no option width" in error
-    (error,) = config(KIND, length=2.5).validation_errors()
+    (error,) = find_errors(config(KIND, length=2.5), "task.")
     assert "whole number" in error
-    (error,) = config(KIND, length=8, depth=0).validation_errors()
+    (error,) = find_errors(config(KIND, length=8, depth=0), "task.")
     assert "depth=0" in error
 
 

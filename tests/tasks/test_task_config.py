@@ -22,6 +22,7 @@ from fla_train.tasks import (
     training_task,
 )
 from fla_train.tasks.config import KINDS, fits, in_words
+from fla_train.utils.keys import find_errors
 
 SETTINGS = Sequence[MQARSetting | tuple[int, int] | tuple[int, int, float]]
 
@@ -61,16 +62,16 @@ def test_sets_share_options_and_differ_in_their_seeds() -> None:
         ({"options": {"group": "Q8"}}, "unknown group 'Q8'"),
         ({"train": {"length": 8, "seed": 1}}, "has no option seed"),
         ({"tests": {}}, "task.tests is empty"),
-        ({"tests": {"other": {"length": 8, "group": "S4"}}}, "different vocabularies"),
+        ({"tests": {"other": {"length": 8, "group": "S4"}}}, "must have one vocabulary"),
         ({"batch_size": 0}, "task.batch_size=0 must be at least 1"),
         ({"kind": "mqar", "options": {}, "train": {"settings": [3]}, "tests": {"t": {}}}, "must be a list"),
-        ({"curriculum": [[3, True]]}, "[3, True] is no [tokens, steps]"),
+        ({"curriculum": [[3, True]]}, "[3, True] must be [tokens, steps]"),
         ({"curriculum": [[3, 2, {"elements": "abc"}]]}, "elements=abc must be a whole number or null"),
-        ({"stop_at": [["same/token_accuracy", True]]}, "is no [metric, value]"),
+        ({"stop_at": [["same/token_accuracy", True]]}, "must be [metric, value]"),
     ],
 )
 def test_errors_are_named(changes: dict, error: str) -> None:
-    assert any(error in line for line in config(**changes).validation_errors())
+    assert any(error in line for line in find_errors(config(**changes), "task."))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,39 +84,45 @@ def test_an_option_of_another_type_is_one_line(kind: str, value: Any) -> None:
         options = {"group": "S3", "length": 8, "language": "parity", "settings": [[64, 4]]}
         needed = {key: v for key, v in options.items() if key in inspect.signature(KINDS[kind]).parameters}
         wrong = {"kind": kind, "options": {**needed, name: value}, "train": {}, "tests": {"t": {}}}
-        (error,) = config(**wrong).validation_errors()
-        assert error == f"task.options: {name}={value} must be {in_words(option.annotation)}"
+        (error,) = find_errors(config(**wrong), "task.")
+        assert error == f"task.train, tests.t: {name}={value} must be {in_words(option.annotation)}"
 
 
 @pytest.mark.parametrize(
     ("changes", "errors"),
     [
         ({"kind": "sudoku"}, ["task.kind: unknown task 'sudoku'"]),
-        ({"options": {"group": "Q8"}}, ["task.train, task.tests.same, task.tests.longer: unknown group"]),
-        ({"options": {"group": "S3", "size": 3}}, ["task.options: group_words has no option size"]),
+        ({"options": {"group": "Q8"}}, ["task.train, tests.same, tests.longer: unknown group"]),
+        (
+            {"options": {"group": "S3", "size": 3}},
+            ["task.train, tests.same, tests.longer: group_words has no option size"],
+        ),
         (
             {"options": {"group": "S3", "bos": "maybe"}, "train": {"length": 2.5}},
-            ["task.options: bos=maybe must be true or false", "task.train: length=2.5 must be a whole"],
+            [
+                "task.train: bos=maybe must be true or false; length=2.5",
+                "task.tests.same, tests.longer: bos=maybe",
+            ],
         ),
         (
             {"train": {"length": 2.5}, "tests": {"same": {"length": 2.5}, "longer": {"length": 0}}},
-            ["task.train, task.tests.same: length=2.5 must be", "task.tests.longer: length 0 must be"],
+            ["task.train, tests.same: length=2.5 must be", "task.tests.longer: length 0 must be"],
         ),
     ],
 )
 def test_a_error_of_many_sets_is_said_once(changes: dict, errors: list[str]) -> None:
-    found = config(**changes).validation_errors()
+    found = find_errors(config(**changes), "task.")
     assert len(found) == len(errors)
     assert all(line.startswith(error) for line, error in zip(found, errors, strict=True))
 
 
 def test_settings_that_work_have_no_errors() -> None:
-    assert config().validation_errors() == []
+    assert find_errors(config(), "task.") == []
     settings = {"settings": [[16, 2], [32, 4, 3.0]]}
     assert (
-        config(
-            kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}
-        ).validation_errors()
+        find_errors(
+            config(kind="mqar", options={"vocab_size": 64}, train=settings, tests={"t": settings}), "task."
+        )
         == []
     )
 

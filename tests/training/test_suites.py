@@ -192,7 +192,7 @@ def test_training_is_the_same_to_the_bit(
 
 
 def test_suites_that_cannot_run_are_refused(make_config) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.suite=riddles is none of demo, "):
+    with pytest.raises(ValueError, match=r"trainer\.suite=riddles must be one of demo, "):
         validate(make_config("trainer.suite_every=2", "trainer.suite=riddles"))
 
 

@@ -178,11 +178,14 @@ def test_recipes_compose_and_hold_together(make, name: str) -> None:
     [
         (["task.options.group=Q8"], "unknown group 'Q8'"),
         (["task.batch_size=12", "trainer.micro_batch_size=8"], "task.batch_size=12 is not a multiple of 8"),
-        (["task.curriculum=[[4,2],[7,2]]"], r"\[7, 2\] is longer than the training set"),
-        (["task.curriculum=[[4,2,3]]"], r"\[4, 2, 3\] is no \[tokens, steps\]"),
+        (["task.curriculum=[[4,2],[7,2]]"], r"\[7, 2\] is longer than the sequences"),
+        (["task.curriculum=[[4,2,3]]"], r"\[4, 2, 3\] must be \[tokens, steps\]"),
         (["task.curriculum=[[4,2,{element:3}]]"], "group_words has no option element;"),
         (["task.curriculum=[[4,2,{group:S4}]]"], "has another vocabulary than the training set"),
-        (["task.stop_at=[[longer/accuracy,1]]"], "is no .metric, value. with a metric of train_length/"),
+        (
+            ["task.stop_at=[[longer/accuracy,1]]"],
+            "must be .metric, value. with one of the metrics train_length/",
+        ),
         (["task.test_sequences=1", "launch.num_processes=2"], "leaves processes without a sequence"),
     ],
 )
