@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-import fla_train.models  # noqa: F401  registers the models with the Auto classes
+import fla_train.models.auto  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import EvalConfig, ExpressivityConfig
 from fla_train.eval.expressivity_figures import draw_spread_ratio, draw_transitions
 from fla_train.eval.report import output_lock

@@ -27,7 +27,7 @@ from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.report import write_samples
 from fla_train.eval.scores import LoadedTasks, task_scores
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, trained_prefix_of
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.environment import git_commit
 
 CPU_BATCH = 8  # what `auto` means there: a CPU has no out-of-memory error to find the limit by

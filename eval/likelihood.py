@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from fla_train.eval.halves import in_halves
 from fla_train.kernels.fused_ops import consume_logits
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its own pays
 MAX_ROWS = 512  # sequences side by side: each has a state of its own

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from fla_train.eval.documents import Spans, stacked
 from fla_train.eval.halves import in_halves
 from fla_train.eval.intervals import Estimate
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 # Names of the cache in a model's output: transformers from 5.24 on, most models before, Mamba, RWKV
 CACHES = ("cache", "past_key_values", "cache_params", "state")

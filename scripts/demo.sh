@@ -41,7 +41,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import fla_train.models  # registers the model type
+import fla_train.models.auto  # registers the model type
 
 folder = max(Path(sys.argv[1], "hf").glob("step-*"))
 model = AutoModelForCausalLM.from_pretrained(folder)

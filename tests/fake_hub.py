@@ -17,23 +17,17 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_SecretOfThisTest"
-DROP = 0  # as a fault's status: the connection ends without an answer
 
 
 @dataclass
 class Repo:
-    """Commits are {path: content}; branches and tags are numbers of commits.
-
-    Attributes:
-        messages, parents: of the commits but the first, which is empty.
-    """
+    """Commits are {path: content}; branches and tags are numbers of commits."""
 
     private: bool
     commits: list[dict[str, bytes]] = field(default_factory=lambda: [{}])
     branches: dict[str, int] = field(default_factory=lambda: {"main": 0})
     tags: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return self.commits[self.number(revision)]
@@ -47,8 +41,7 @@ class FakeHub(ThreadingHTTPServer):
     """Listens on loopback while it lives.
 
     Attributes:
-        faults: (pattern of "METHOD path", status, headers), each for one request, in any order.
-        requests: "METHOD path" of every request so far.
+        faults: pattern of "METHOD path" -> status, for the next request that matches.
     """
 
     daemon_threads = True
@@ -58,16 +51,12 @@ class FakeHub(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_port}"
         self.repos: dict[str, Repo] = {}
         self.lfs: dict[str, bytes] = {}
-        self.faults: list[tuple[str, int, dict[str, str]]] = []
-        self.requests: list[str] = []
+        self.faults: dict[str, int] = {}
 
     def environment(self, home: Path) -> dict[str, str]:
-        """What a process needs to reach this Hub and nothing else."""
-        place = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-        return place | {"HF_TOKEN": TOKEN}
-
-    def fail(self, pattern: str, status: int, times: int = 1, **headers: str) -> None:
-        self.faults += [(pattern, status, headers)] * times
+        """Return what a process needs to reach this Hub and nothing else."""
+        variables = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+        return variables | {"HF_TOKEN": TOKEN}
 
 
 @contextmanager
@@ -86,30 +75,32 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        self._answer()
-
-    do_GET = do_HEAD = do_PUT = do_DELETE = do_POST
-
-    def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
-        request = f"{self.command} {path}"
-        self.server.requests.append(request)
-        for fault in self.server.faults:
-            if re.search(fault[0], request):
-                self.server.faults.remove(fault)
-                return self._fail(*fault[1:])
-        if path.startswith("/lfs/"):  # like presigned addresses: without the token
-            self.server.lfs[hashlib.sha256(body).hexdigest()] = body
+        request, hub = f"{self.command} {path}", self.server
+        if fault := next((pattern for pattern in hub.faults if re.search(pattern, request)), None):
+            # An indiscreet server quotes the token.
+            return self._reply({"error": self.headers.get("Authorization")}, hub.faults.pop(fault))
+        if path.startswith("/lfs/"):  # presigned addresses need no token
+            hub.lfs[hashlib.sha256(body).hexdigest()] = body
             return self._reply({})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self._fail(401, {})
+            return self._reply({"error": self.headers.get("Authorization")}, 401)
         for pattern, method in ROUTES.items():
             if match := re.fullmatch(pattern, request):
-                if "repo" in match.groupdict() and match["repo"] not in self.server.repos:
-                    return self._error(404, "RepoNotFound")
-                return method(self, body, **match.groupdict())
-        self._error(404, "EntryNotFound")
+                names = match.groupdict()
+                if "repo" not in names:
+                    return method(self, body)
+                if (repo := hub.repos.get(names["repo"])) is None:
+                    return self._error("RepoNotFound")
+                try:
+                    repo.files(names.get("revision") or "main")
+                except (ValueError, IndexError):
+                    return self._error("RevisionNotFound")
+                return method(self, body, **names)
+        self._error("EntryNotFound")
+
+    do_GET = do_HEAD = do_PUT = do_DELETE = do_POST
 
     def _create(self, body: bytes) -> None:
         request = json.loads(body)
@@ -122,13 +113,11 @@ class Handler(BaseHTTPRequestHandler):
         self._reply({"errors": [], "warnings": []})
 
     def _preupload(self, body: bytes, repo: str, revision: str) -> None:
-        there = self._files(repo, revision)
-        if there is not None:
-            files = [
-                {"path": name, "uploadMode": _mode(name), "shouldIgnore": False, "oid": _oid(there, name)}
-                for name in (file["path"] for file in json.loads(body)["files"])
-            ]
-            self._reply({"files": files})
+        known = self.server.repos[repo].files(revision)
+        names = [file["path"] for file in json.loads(body)["files"]]
+        keys = {"shouldIgnore": False}
+        files = [{"path": n, "uploadMode": _mode(n), "oid": _oid(known, n), **keys} for n in names]
+        self._reply({"files": files})
 
     def _batch(self, body: bytes, repo: str) -> None:
         objects = []
@@ -152,85 +141,54 @@ class Handler(BaseHTTPRequestHandler):
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
         known.commits.append(files)
-        known.parents.append(known.number(revision))
         known.branches[revision] = number = len(known.commits) - 1
         address = f"{self.server.address}/{repo}/commit/{number:040x}"
         self._reply({"commitUrl": address, "commitOid": f"{number:040x}"})
 
     def _branch(self, body: bytes, repo: str, name: str) -> None:
-        known = self.server.repos[repo]
-        if name in known.branches:
-            return self._error(409, "Conflict")
-        known.branches[name] = known.branches["main"]
-        self._reply({})
+        branches = self.server.repos[repo].branches
+        known = name in branches
+        branches.setdefault(name, branches["main"])
+        self._reply({}, 409 if known else 200)
 
     def _tag(self, body: bytes, repo: str, revision: str) -> None:
         known, tag = self.server.repos[repo], json.loads(body)["tag"]
-        if tag in known.tags:
-            return self._error(409, "Conflict")
-        known.tags[tag] = known.number(revision)
-        self._reply({})
+        status = 409 if tag in known.tags else 200
+        known.tags.setdefault(tag, known.number(revision))
+        self._reply({}, status)
 
     def _delete_tag(self, body: bytes, repo: str, tag: str) -> None:
         del self.server.repos[repo].tags[tag]
         self._reply({})
 
     def _tree(self, body: bytes, repo: str, revision: str) -> None:
-        files = self._files(repo, revision)
-        if files is not None:
-            self._reply([_describe(files, name) for name in files])
-
-    def _commits(self, body: bytes, repo: str, revision: str) -> None:
-        if self._files(repo, revision) is None:
-            return
-        known = self.server.repos[repo]
-        numbers = [known.number(revision)]
-        while numbers[-1]:
-            numbers.append(known.parents[numbers[-1] - 1])
-        empty = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "title": "", "message": ""}
-        self._reply([{"id": f"{number:040x}", **empty} for number in numbers])
+        files = self.server.repos[repo].files(revision)
+        self._reply(
+            [{"type": "file", "path": n, "size": len(files[n]), "oid": _oid(files, n)} for n in files]
+        )
 
     def _info(self, body: bytes, repo: str, revision: str = "main") -> None:
-        files = self._files(repo, revision)
-        if files is not None:
-            number = self.server.repos[repo].number(revision)
-            siblings = [{"rfilename": name} for name in files]
-            self._reply({"id": repo, "sha": f"{number:040x}", "siblings": siblings, "tags": []})
+        known = self.server.repos[repo]
+        siblings = [{"rfilename": name} for name in known.files(revision)]
+        self._reply({"id": repo, "sha": f"{known.number(revision):040x}", "siblings": siblings, "tags": []})
 
     def _resolve(self, body: bytes, repo: str, revision: str, name: str) -> None:
-        files = self._files(repo, revision)
-        if files is None:
-            return
+        known = self.server.repos[repo]
+        files = known.files(revision)
         if name not in files:
-            return self._error(404, "EntryNotFound")
-        number = self.server.repos[repo].number(revision)
-        headers = {"ETag": f'"{_oid(files, name)}"', "X-Repo-Commit": f"{number:040x}"}
+            return self._error("EntryNotFound")
+        headers = {"ETag": f'"{_oid(files, name)}"', "X-Repo-Commit": f"{known.number(revision):040x}"}
         self._reply(files[name], headers=headers)
 
-    def _files(self, repo: str, revision: str) -> dict[str, bytes] | None:
-        try:
-            return self.server.repos[repo].files(revision)
-        except (ValueError, IndexError):
-            self._error(404, "RevisionNotFound")
-            return None
-
-    def _error(self, status: int, code: str) -> None:
-        self._reply({"error": code}, status, {"X-Error-Code": code})
-
-    def _fail(self, status: int, headers: dict[str, str]) -> None:
-        if status == DROP:
-            self.close_connection = True
-            self.connection.close()
-            return
-        said = {"error": f"{status} for {self.headers.get('Authorization')}"}  # an indiscreet server
-        self._reply(said, status, {name.replace("_", "-"): value for name, value in headers.items()})
+    def _error(self, code: str) -> None:
+        self._reply({"error": code}, 404, {"X-Error-Code": code})
 
     def _reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
-        given = {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}
-        for name, value in given.items():
+        media = "application/octet-stream" if isinstance(content, bytes) else "application/json"
+        all_headers = {"Content-Type": media, "Content-Length": str(len(body)), **(headers or {})}
+        for name, value in all_headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -252,7 +210,6 @@ ROUTES = {
     rf"POST /api/models/{REPO}/tag/{REVISION}": Handler._tag,
     rf"DELETE /api/models/{REPO}/tag/(?P<tag>.+)": Handler._delete_tag,
     rf"GET /api/models/{REPO}/tree/{REVISION}": Handler._tree,
-    rf"GET /api/models/{REPO}/commits/{REVISION}": Handler._commits,
     rf"GET /api/models/{REPO}/revision/{REVISION}": Handler._info,
     rf"GET /api/models/{REPO}": Handler._info,
     rf"(GET|HEAD) /{REPO}/resolve/{REVISION}/(?P<name>.+)": Handler._resolve,
@@ -264,15 +221,9 @@ def _mode(name: str) -> str:
 
 
 def _oid(files: dict[str, bytes], name: str) -> str | None:
-    """The sha256 of an LFS file, git's sha1 of another."""
+    """Return the sha256 of an LFS file, and git's sha1 of any other."""
     if name not in files:
         return None
     if _mode(name) == "lfs":
         return hashlib.sha256(files[name]).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(files[name]) + files[name]).hexdigest()
-
-
-def _describe(files: dict[str, bytes], name: str) -> dict:
-    size, oid = len(files[name]), _oid(files, name)
-    lfs = {"lfs": {"oid": oid, "size": size, "pointerSize": 130}} if _mode(name) == "lfs" else {}
-    return {"type": "file", "path": name, "size": size, "oid": oid, **lfs}

@@ -24,8 +24,9 @@ from fla_train.cli.bench_options import build_parser
 from fla_train.cli.overrides import as_written
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.hub import export_model
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.hub.export import export_model
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import register, to_config, validate, with_task_sizes
 from fla_train.utils.keys import find_errors
 

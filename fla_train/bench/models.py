@@ -5,8 +5,9 @@ from importlib import import_module
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.models import build_config
 from fla_train.models.flops import count_parameters, flops_per_token
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
 
 

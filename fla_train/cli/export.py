@@ -17,7 +17,7 @@ from fla_train.cli.app import fail, run_hydra
 
 @dataclass
 class HubConfig:
-    """Where on the Hub."""
+    """Destination on the Hub."""
 
     repo_id: str | None = None
     private: bool = True
@@ -44,10 +44,12 @@ def register() -> None:
 
 
 def task(config: DictConfig) -> int:
-    from fla_train.hub import copy_export, push, resolve_checkpoint  # heavy, and not needed for --help
+    # These import the models, which --help does not need.
     from fla_train.hub.convert import convert_export, stored_format
+    from fla_train.hub.export import copy_export
+    from fla_train.hub.load import resolve_checkpoint
     from fla_train.hub.paths import own_name
-    from fla_train.hub.push import check_repo_id
+    from fla_train.hub.push import check_repo_id, push
     from fla_train.utils.device import pick_dtype
     from fla_train.utils.scratch import scratch_folder
 
@@ -72,13 +74,9 @@ def task(config: DictConfig) -> int:
             print(f"exported to {settings.output}")
         if settings.hub.repo_id:
             try:
-                pushed = push(folder, **asdict(settings.hub), origin=origin)
+                print(f"pushed {origin} to {push(folder, **asdict(settings.hub), origin=origin)}")
             except ConnectionError as failure:
                 return fail(failure, code=1)
-            if pushed.uploaded:
-                print(f"pushed {origin} to {pushed.address}")
-            else:
-                print(f"{origin} is already there, nothing uploaded: {pushed.address}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`fla-generate`: continue a prompt and print the text as it comes, or the prompts of a file.
+"""`fla-generate`: continue a prompt with streamed output, or all prompts of a file.
 
 fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
 """
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from fla_train.cli.app import run_hydra
 from fla_train.utils.keys import key, require_valid
 
-BATCH = 64  # prompts of a file that are continued together
+BATCH = 64  # prompts of a file that are generated at once
 
 
 @dataclass
@@ -53,10 +53,10 @@ def task(config: DictConfig) -> int:
     if settings.prompt_file is not None and not Path(settings.prompt_file).stat().st_size:
         raise ValueError(f"prompt_file={settings.prompt_file} is empty: write a prompt on each line")
     prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file))
-    import torch  # heavy, and not needed for --help or a wrong request
+    import torch  # these imports take seconds, which --help and an invalid request do not need
 
-    from fla_train.hub import load_model
     from fla_train.hub.generate import generate
+    from fla_train.hub.load import load_model
     from fla_train.utils.device import pick_device, pick_dtype
 
     model, tokenizer = load_model(
@@ -72,18 +72,18 @@ def task(config: DictConfig) -> int:
         generate(model, tokenizer, [settings.prompt], stream=True, **options)
         return 0
     for first in range(0, len(prompts), BATCH):
-        some = prompts[first : first + BATCH]
-        for prompt, text in zip(some, generate(model, tokenizer, some, **options), strict=True):
+        batch = prompts[first : first + BATCH]
+        for prompt, text in zip(batch, generate(model, tokenizer, batch, **options), strict=True):
             print(json.dumps({"prompt": prompt, "continuation": text}, ensure_ascii=False), flush=True)
     return 0
 
 
 def _lines(file: Path) -> list[str]:
-    """The lines of a file; other separators, such as a form feed, belong to a line."""
+    """Return the lines of a file. Other separators, such as a form feed, belong to a line."""
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as failure:
-        raise ValueError(f"prompt_file={file} is no UTF-8 text: {failure}") from failure
+        raise ValueError(f"prompt_file={file} is not UTF-8 text: {failure}") from failure
     return text.removesuffix("\n").split("\n")
 
 

@@ -1,96 +1,30 @@
 """Model card (README.md) and training record (training.json) of an exported checkpoint."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
-from transformers import PreTrainedModel
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from jinja2 import Environment, StrictUndefined
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from yaml import YAMLError
 
-from fla_train.hub.published_card import CHECKPOINT, PLACEHOLDER, USE
+from fla_train.hub.checksums import CARD
+from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 from fla_train.models.mixers import DeltaProductMixer
+from fla_train.utils.safe_files import parse_yaml, read_json
 
-REMOTE_CODE = """\
-The repository holds the Python code of the model, so torch and transformers are all it needs:
-
-```sh
-pip install torch "transformers>=5.17"
-```
-
-transformers runs that code if `trust_remote_code=True` permits it. Where the package `fla_train` is
-installed, `import fla_train.models` registers the same class, and no remote code is involved.
-
-"""
-LOADING = """\
-The model class lives in the package `fla_train`, which is not on PyPI. In a checkout of its source:
-
-```sh
-pip install torch==2.13.0 && pip install -c constraints.txt .
-```
-
-Importing `fla_train.models` registers the class with the Auto classes. {code}
-
-"""
-LOADING_FLA = """\
-The model class lives in the package flash-linear-attention (`pip install flash-linear-attention`). Importing
-`fla.models` registers it with the Auto classes. No remote code is involved.
-
-"""
-EXAMPLE = f"""\
-from transformers import AutoModelForCausalLM
-
-{CHECKPOINT.format(PLACEHOLDER)}  # the name on the Hub, or the folder this card lies in
-model = AutoModelForCausalLM.from_pretrained(checkpoint{{options}})
-```
-"""
-NO_CODE = "No remote code is involved."
-OWN_MIXER = """\
-Its linear layers are the class
-`{mixer}`, which is not part of `fla_train`: install the package that holds it."""
-# By the package of a class without remote code, if it is not transformers: how to get it, what to import
-LIBRARIES = {"fla_train": (LOADING, "import fla_train.models\n"), "fla": (LOADING_FLA, "import fla.models\n")}
-GENERATION = """\
-```python
-import torch
-from transformers import AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(checkpoint{options})
-prompt = tokenizer("The state of a linear RNN", add_special_tokens=False).input_ids
-prefix = getattr(model.config, "document_prefix", [])  # in training it stood before each document
-ids = torch.tensor([prefix + prompt])
-print(tokenizer.decode(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=50)[0]))
-```
-"""
-# By arXiv identifier; the Hub links a model with the papers whose address its card holds.
-CITATIONS = {
-    "2406.06484": """\
-@inproceedings{yang2024parallelizing,
-  title     = {Parallelizing Linear Transformers with the Delta Rule over Sequence Length},
-  author    = {Yang, Songlin and Wang, Bailin and Zhang, Yu and Shen, Yikang and Kim, Yoon},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2024},""",
-    "2412.06464": """\
-@inproceedings{yang2025gated,
-  title     = {Gated Delta Networks: Improving Mamba2 with Delta Rule},
-  author    = {Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2025},""",
-    "2502.10297": """\
-@misc{siems2025deltaproduct,
-  title     = {DeltaProduct: Increasing the Expressivity of DeltaNet Through Products of Householders},
-  author    = {Siems, Julien and Carstensen, Timur and Zela, Arber and Hutter, Frank and Pontil, Massimiliano
-               and Grazzi, Riccardo},
-  year      = {2025},""",
-    "2411.12537": """\
-@inproceedings{grazzi2025unlocking,
-  title     = {Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues},
-  author    = {Grazzi, Riccardo and Siems, Julien and Franke, J{\\"o}rg K.H. and Zela, Arber and Hutter, Frank
-               and Pontil, Massimiliano},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2025},""",
-}
+TRAINING_FILE = "training.json"  # a CardInfo as JSON
+PREFIX = "document_prefix"  # key of an export's config: the token ids before each document, none or one
+CHECKPOINT = 'checkpoint = "{}"'  # the line of the card's code that names the repository
+USE = "## Use\n"  # the heading before which the results of evaluations are inserted
+_ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
 @dataclass(frozen=True)
@@ -99,16 +33,16 @@ class CardInfo:
 
     Attributes:
         name: title of the card, for example the run's name.
-        data: the training data in a few words, for example `stdlib` or `HuggingFaceFW/fineweb sample-100BT`.
-        datasets: names on the Hub of those that come from there.
-        tokenizer: the tokenizer's name.
-        init_from: the weights it started from; None: random ones.
+        data: short name of the training data, for example `HuggingFaceFW/fineweb sample-100BT`.
+        datasets: names of the datasets on the Hub among them.
+        tokenizer: name of the tokenizer.
+        init_from: name of the initial weights; None: random weights.
         step: optimizer steps done.
         tokens: training tokens seen.
         seq_len: training sequence length in tokens.
         losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
         metrics: further results of the last validation by name: perplexity, bits per byte, accuracies.
-        recipe: optimizer, learning rate, schedule, batch and precision in a few words.
+        recipe: short description of optimizer, learning rate, schedule, batch and precision.
         config: the training config as YAML, without paths and other facts about the machine.
         commit: the commit of the code that trained it.
     """
@@ -128,6 +62,28 @@ class CardInfo:
     commit: str | None = None
 
 
+def recorded_config(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training config of a record (fields of `CardInfo`); empty if it has none.
+
+    Raises:
+        ValueError: it is not a mapping in YAML.
+    """
+    text = record.get("config")
+    return parse_yaml(text, "the config in training.json") if text else {}
+
+
+def trained_prefix(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """Return the tokens before each document in training; None if the record describes no training.
+
+    Documents end with EOS and have no BOS, so this is EOS, or nothing if the data had `append_eos=false`.
+    """
+    if record.get("config") is None and record.get("seq_len") is None:
+        return None
+    data = recorded_config(record).get("data") or {}
+    has_separator = data.get("append_eos") is not False and tokenizer.eos_token_id is not None
+    return [tokenizer.eos_token_id] if has_separator else []
+
+
 def render_card(
     model: PreTrainedModel,
     info: CardInfo,
@@ -135,68 +91,107 @@ def render_card(
     library: tuple[str, str] | None = None,
     plots: Sequence[str] = (),
 ) -> str:
-    """README.md of an export: front matter, what it is, how it was trained, how to load it, what to cite.
+    """Return README.md of an export.
 
     Args:
-        model: what was exported.
+        model: the exported model.
         info: how it was trained.
         tokenizer: whether the export has one; models of synthetic tasks have none.
         library: package and model type that load the export, if they are not those of `model`.
         plots: names of the export's image files.
     """
-    package, model_type = library or (type(model).__module__.split(".")[0], model.config.model_type)
-    count, mixer = count_parameters(model), getattr(model.config, "mixer", None)
-    carries_code = package == "fla_train" and mixer is None  # of its class
-    how, imports = (REMOTE_CODE, "") if carries_code else LIBRARIES.get(package, ("", ""))
-    how = how.format(code=NO_CODE if mixer is None else OWN_MIXER.format(mixer=mixer))
-    trust = ", trust_remote_code=True" if carries_code else ""
-    options = trust if mixer is None else f', mixer="{mixer}"'
-    made = "exported" if info.config is None and info.seq_len is None else "trained"
-    parts = [
-        f"---\n{_front_matter(model, info, model_type)}\n---\n",
-        f"# {info.name}\n",
-        f"{_kind(model)}, {made} with `fla_train`.\n",
-        _table(
-            {
-                "parameters": f"{count.total:,}",
-                "input and output embedding counted once": f"{count.embedding_once:,}",
-                "without embeddings": f"{count.body:,}",
-                "vocabulary": f"{model.config.vocab_size:,}",
-                **_architecture(model),
-            }
-        ),
-        "## Training\n",
-        _table(
-            {
-                "data": info.data,
-                "tokenizer": info.tokenizer,
-                "started from the weights of": info.init_from,
-                "recipe": info.recipe,
-                "optimizer steps": _thousands(info.step),
-                "training tokens": _thousands(info.tokens),
-                "sequence length": _thousands(info.seq_len),
-                **{f"final {name} loss (nats per token)": f"{v:.4f}" for name, v in info.losses.items()},
-                **{name: f"{value:.4f}" for name, value in info.metrics.items()},
-                "code": info.commit,
-            }
-        ),
-        *(f"![{name}]({name})\n" for name in plots),
-        f"{USE}\n{how}```python\n{imports}{EXAMPLE.format(options=options)}",
-    ]
-    if tokenizer:
-        parts.append(GENERATION.format(options=trust))
-    if info.config:
-        parts.append(
-            f"<details><summary>Training configuration</summary>\n\n```yaml\n{info.config}```\n\n</details>\n"
-        )
-    if _has_delta_product(model):
-        parts.append(f"## Citation\n\n```bibtex\n{_citations(model.config)}```\n")
-    return "\n".join(parts)
-
-
-def _kind(model: PreTrainedModel) -> str:
-    """Return the kind of model in words, for example "A Gated DeltaProduct language model with n_h = 3"."""
     config = model.config
+    package, model_type = library or (type(model).__module__.split(".")[0], config.model_type)
+    mixer = getattr(config, "mixer", None)
+    ours = isinstance(config, DeltaProductConfig) and mixer is None
+    ours = ours and "linear_attention" in config.layer_types
+    remote_code = package == "fla_train" and mixer is None
+    measured = {f"final {name} loss (nats per token)": value for name, value in info.losses.items()}
+    training = {
+        "data": info.data,
+        "tokenizer": info.tokenizer,
+        "initial weights": info.init_from,
+        "recipe": info.recipe,
+        "optimizer steps": _thousands(info.step),
+        "training tokens": _thousands(info.tokens),
+        "sequence length": _thousands(info.seq_len),
+        **{name: f"{value:.4f}" for name, value in (measured | info.metrics).items()},
+        "code": info.commit,
+    }
+    template = _ENVIRONMENT.from_string(Path(__file__).with_name("card.md.jinja").read_text())
+    return template.render(
+        header=_header(info, model_type, ours, mixer),
+        info=info,
+        config=config,
+        description=_description(config),
+        sizes=_sizes(model),
+        training={name: value for name, value in training.items() if value is not None},
+        plots=plots,
+        package=package,
+        mixer=mixer,
+        remote_code=remote_code,
+        trust=", trust_remote_code=True" if remote_code else "",
+        tokenizer=tokenizer,
+        delta_product=ours,
+    )
+
+
+def published_card(
+    folder: Path, name: str, origin: Path, *, license: str | None = None, language: str | None = None
+) -> str:
+    """Return README.md of an exported folder for the repository `name`.
+
+    Its code gets the repository's name, and its header the licence and language. The newest results of
+    `fla-eval` on `origin` in its run folder are added to the header's model-index and as a table.
+
+    Raises:
+        ValueError: the header is not valid YAML.
+    """
+    text = (folder / CARD).read_text().replace(CHECKPOINT.format("user/model"), CHECKPOINT.format(name))
+    results = list(_results(origin))
+    if not (license or language or results):
+        return text
+    try:
+        if header := REGEX_YAML_BLOCK.search(text):
+            parse_yaml(header[2], "it")  # ModelCard would expand aliases without limit
+        card = ModelCard(text)
+    except (YAMLError, ValueError) as error:
+        raise ValueError(f"{folder / CARD} has no valid header: {' '.join(str(error).split())}") from error
+    data = card.data
+    data.license, data.language = license or data.license, language or data.language
+    if results:
+        data.model_name = data.model_name or name
+        data.eval_results = [*(data.eval_results or ()), *results]
+        rows = (f"| {r.dataset_name} | {r.metric_type} | {r.metric_value:.4f} |" for r in results)
+        table = "\n".join(["| evaluated on | metric | value |", "|---|---|---|", *rows])
+        card.text = card.text.replace(USE, f"## Evaluation\n\n{table}\n\n{USE}", 1)
+    return str(card)
+
+
+def _results(export: Path) -> Iterator[EvalResult]:
+    """Yield the newest result of each data set or task, from evaluations that are newer than the export.
+
+    The age of an export is that of its training record, because an edit of the card changes the folder's.
+    """
+    run = run_folder(export)
+    metrics: dict[str, float] = {}
+    record = export / TRAINING_FILE
+    written = (record if record.is_file() else export).stat().st_mtime
+    for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
+        try:
+            result = read_json(file)
+        except ValueError:  # cut short by a full disk
+            continue
+        if own_name(result.get("checkpoint", "")) == own_name(export) and file.stat().st_mtime >= written:
+            metrics |= result.get("metrics", {})
+    for key, value in metrics.items():
+        name, _, metric = key.removeprefix("eval/").rpartition("/")
+        if math.isfinite(value):
+            yield EvalResult("text-generation", name, name, metric, value)
+
+
+def _description(config: Any) -> str:
+    """Describe the model, for example "A Gated DeltaProduct language model with n_h = 3"."""
     if mixer := getattr(config, "mixer", None):
         return f"A language model with the mixer `{mixer}`"
     if not isinstance(config, DeltaProductConfig):
@@ -204,27 +199,18 @@ def _kind(model: PreTrainedModel) -> str:
     if "linear_attention" not in config.layer_types:
         return "A Transformer language model"
     steps = config.num_householder
-    kind = ("Gated " if config.use_forget_gate else "") + ("DeltaProduct" if steps > 1 else "DeltaNet")
-    return f"A {kind} language model" + (f" with n_h = {steps}" if steps > 1 else "")
+    name = ("Gated " if config.use_forget_gate else "") + ("DeltaProduct" if steps > 1 else "DeltaNet")
+    return f"A {name} language model" + (f" with n_h = {steps}" if steps > 1 else "")
 
 
-def _has_delta_product(model: PreTrainedModel) -> bool:
-    config = model.config
-    ours = isinstance(config, DeltaProductConfig) and config.mixer is None
-    return ours and "linear_attention" in config.layer_types
-
-
-def _front_matter(model: PreTrainedModel, info: CardInfo, model_type: str) -> str:
-    """What the Hub's filters read. Losses of synthetic tasks and unnamed data are results all the same."""
-    ours = ["linear-rnn"] if _has_delta_product(model) else []
-    kind = [] if getattr(model.config, "mixer", None) else [model_type.replace("_", "-")]
+def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> str:
+    """Return the YAML header that the Hub's filters read."""
     data = info.datasets[0] if len(info.datasets) == 1 else info.data or "unnamed"
-    measured = {
-        f"{name} loss": value for name, value in info.losses.items() if name != "train"
-    } | info.metrics
+    losses = {f"{name} loss": value for name, value in info.losses.items() if name != "train"}
+    tags = ["fla-train"] if mixer else ["fla-train", model_type.replace("_", "-")]
     results = [
         EvalResult("text-generation", data, info.data or data, name, value, dataset_split="validation")
-        for name, value in measured.items()
+        for name, value in (losses | info.metrics).items()
     ]
     return ModelCardData(
         base_model=info.init_from if "/" in (info.init_from or "") else None,  # a name on the Hub
@@ -233,40 +219,31 @@ def _front_matter(model: PreTrainedModel, info: CardInfo, model_type: str) -> st
         library_name="transformers",
         model_name=info.name,
         pipeline_tag="text-generation",
-        tags=[*ours, "fla-train", *kind],
+        tags=["linear-rnn", *tags] if ours else tags,
     ).to_yaml()
 
 
-def _citations(config: DeltaProductConfig) -> str:
-    """The papers of what the model uses."""
-    papers = {
-        "2502.10297": config.num_householder > 1,
-        "2412.06464": config.use_forget_gate,
-        "2411.12537": config.allow_neg_eigval,
-        "2406.06484": True,
+def _sizes(model: PreTrainedModel) -> dict[str, object]:
+    """Return the rows of the card's first table; None where a setting does not apply."""
+    config, count = model.config, count_parameters(model)
+    layers = Counter(getattr(config, "layer_types", None))
+    foreign = not isinstance(config, DeltaProductConfig)  # has only some of these settings
+    names = ["mixer", "mixer_options", "hidden_size", "num_hidden_layers", "intermediate_size"]
+    names.append("tie_word_embeddings")
+    if foreign or "linear_attention" in layers:
+        names += ["num_heads", "head_dim", "state_size"]
+    if foreign or any(isinstance(module, DeltaProductMixer) for module in model.modules()):
+        names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
+    if foreign or layers.keys() != {"linear_attention"}:
+        names += ["num_attention_heads", "num_key_value_heads", "sliding_window"]
+    return {
+        "parameters": _thousands(count.total),
+        "input and output embedding counted once": _thousands(count.embedding_once),
+        "without embeddings": _thousands(count.body),
+        "vocabulary": _thousands(config.vocab_size),
+        "layers": ", ".join(f"{count} {name}" for name, count in layers.items()) or None,
+        **{name: getattr(config, name, None) for name in names},
     }
-    link = "  url       = {{https://arxiv.org/abs/{}}}\n}}\n"
-    return "".join(f"{CITATIONS[paper]}\n{link.format(paper)}" for paper, used in papers.items() if used)
-
-
-def _architecture(model: PreTrainedModel) -> dict[str, object]:
-    kinds = Counter(getattr(model.config, "layer_types", None))
-    others = not isinstance(model.config, DeltaProductConfig)  # which have only some of these
-    names = ("mixer", "mixer_options", "hidden_size", "num_hidden_layers", "intermediate_size")
-    names += ("tie_word_embeddings",)
-    if others or "linear_attention" in kinds:
-        names += ("num_heads", "head_dim", "state_size")
-    if others or any(isinstance(module, DeltaProductMixer) for module in model.modules()):
-        names += ("num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate")
-    if others or kinds.keys() != {"linear_attention"}:
-        names += ("num_attention_heads", "num_key_value_heads", "sliding_window")
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return {"layers": layers or None} | {name: getattr(model.config, name, None) for name in names}
-
-
-def _table(rows: dict[str, object]) -> str:
-    shown = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
-    return "\n".join(["| | |", "|---|---|", *shown, ""]) if shown else "Not recorded.\n"
 
 
 def _thousands(value: int | None) -> str | None:

@@ -12,11 +12,11 @@ from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
 from fla_train.hub.load import config_content, load_tokenizer, load_weights, read_training_record
 from fla_train.hub.paths import public_name
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 
 
 def stored_format(source: Path | str) -> str:
-    """The format of a resolved checkpoint; models that no module of `FORMATS` translates have transformers'.
+    """Return the format of a resolved checkpoint; `hf` for models that no module of `FORMATS` translates.
 
     Raises:
         ValueError, OSError: its config can't be read.
@@ -32,23 +32,20 @@ def convert_export(
     dtype: torch.dtype | None = None,
     mixer: str | None = None,
 ) -> Path:
-    """Write the model of a resolved checkpoint to `folder`; an earlier export there is replaced.
-
-    Card, training record, tokenizer and plots come along.
+    """Write the model of a resolved checkpoint to `folder`, with card, training record, tokenizer and plots.
 
     Args:
         source: a folder or a Hub name, in any format.
-        folder: the destination.
-        format: the name of its format; None: as it is stored.
-        dtype: of its weights; None: as they are stored.
-        mixer: import path of the model's mixer, if it is not ours.
+        folder: the destination; an earlier export there is replaced.
+        format: name of the new format; None: the stored one.
+        dtype: of the weights; None: the stored one.
+        mixer: import path of a custom mixer.
 
     Raises:
-        ValueError: the format is unknown, the model is not of our family, one of the two folders lies in the
+        ValueError: the format is unknown, the model is not a DeltaProduct model, one folder contains the
             other, or what `load_weights` and `export_model` raise.
     """
-    folder = Path(folder).expanduser()
-    local = isinstance(source, Path)
+    folder, local = Path(folder).expanduser(), isinstance(source, Path)
     if local:
         require_apart(source, folder)
     stored = stored_format(source)
@@ -57,9 +54,7 @@ def convert_export(
         raise ValueError(f"format={format} is unknown: use {', '.join((OURS, *FORMATS))}")
     model = load_weights(source, mixer=mixer, translate=True)
     if format != stored and not isinstance(model.config, DeltaProductConfig):
-        raise ValueError(
-            f"{source} is a {model.config.model_type}: format= translates models of our family only"
-        )
+        raise ValueError(f"{source} is a {model.config.model_type}: format= needs a DeltaProduct model")
     known = {field.name for field in dataclasses.fields(CardInfo)}
     record = {name: value for name, value in read_training_record(source).items() if name in known}
     card = CardInfo(**{"name": public_name(str(source)), **record})

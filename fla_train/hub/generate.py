@@ -1,6 +1,7 @@
-"""Continue prompts: one, printed token by token, or a batch."""
+"""Continue prompts, one with streamed output or a batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -9,48 +10,28 @@ from fla_train.hub.load import document_prefix
 
 
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stream: bool = False,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], **options: Any
 ) -> list[str]:
-    """The continuations of prompts, which stand at the beginning of a document; they are generated together.
+    """Return the continuations of prompts, each read as the beginning of a document.
 
-    Prompt and continuation are decoded together, since SentencePiece drops the space before the first token
-    it is given.
+    Prompt and continuation are decoded together, because SentencePiece drops the space before the first
+    token of a text.
 
     Args:
-        max_new_tokens: stop after so many tokens, or at the end-of-sequence token.
-        temperature: 0 takes the likeliest token; else tokens are drawn, from torch's global generator.
-        top_k: draw among the k likeliest; 0 is all.
-        top_p: draw among the fewest likeliest tokens with this share of the probability; 1 is all.
-        stream: print the text as it comes, the prompt first; for one prompt.
+        options: as for `continue_tokens`.
 
     Raises:
-        ValueError: a prompt is empty and the tokenizer has no token to begin with.
+        ValueError: a prompt is empty and the tokenizer has no token that begins a text.
     """
     prefix = document_prefix(model, tokenizer)
     rows = [prefix + tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
     if not all(rows):
         raise ValueError("this tokenizer has no token that begins a text: give a prompt")
-    made = continue_tokens(
-        *(model, tokenizer, rows),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stream=stream,
-    )
-    found = []
-    for row, tokens in zip(rows, made, strict=True):
+    texts = []
+    for row, tokens in zip(rows, continue_tokens(model, tokenizer, rows, **options), strict=True):
         known, text = (tokenizer.decode(x, skip_special_tokens=True) for x in (row, row + tokens))
-        found.append(text[len(known) :])
-    return found
+        texts.append(text[len(known) :])
+    return texts
 
 
 def continue_tokens(
@@ -64,15 +45,21 @@ def continue_tokens(
     top_p: float = 1.0,
     stream: bool = False,
 ) -> list[list[int]]:
-    """The tokens that follow each of `rows`, which are generated together; settings as those of `generate`.
+    """Return the tokens that follow each of `rows`, generated as one batch.
 
-    Shorter rows are padded on the left. A row that has ended is filled up with the padding token.
+    Shorter rows are padded on the left. Finished rows are filled with the padding token.
+
+    Args:
+        max_new_tokens: limit of new tokens; a row also ends at the end-of-sequence token.
+        temperature: 0: the most likely token; otherwise tokens are drawn from torch's global generator.
+        top_k: draw from the k most likely tokens; 0: all.
+        top_p: draw from the smallest set of tokens with this total probability; 1: all.
+        stream: print prompt and text token by token; for a single row.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     width = max(map(len, rows))
-    missing = [width - len(row) for row in rows]
-    padded = [[pad or 0] * n + list(row) for n, row in zip(missing, rows, strict=True)]
-    mask = [[0] * n + [1] * len(row) for n, row in zip(missing, rows, strict=True)]
+    padded = [[pad or 0] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     output = model.generate(
         torch.tensor(padded, device=model.device),  # [B, T]

@@ -21,17 +21,14 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-import fla_train.models  # noqa: F401  registers the model with the Auto classes
-from fla_train.hub.card import CardInfo
-from fla_train.hub.checksums import CHECKSUMS, find_export_damage
+from fla_train.hub.card import PREFIX, TRAINING_FILE, CardInfo, recorded_config, trained_prefix
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
+from fla_train.hub.checksums import find_export_damage
 from fla_train.hub.export import no_progress_bars
 from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.errors import FormatError
 from fla_train.hub.formats.read import load_translated
 from fla_train.hub.paths import STEP
-from fla_train.hub.prefix import PREFIX, recorded_config, trained_prefix
-from fla_train.hub.published_card import TRAINING_FILE
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
 from fla_train.utils.hub_names import is_hub_name
@@ -43,19 +40,20 @@ REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub 
 
 
 def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
-    """The folder (or Hub name) that `from_pretrained` should load.
+    """Return the folder or Hub name that `from_pretrained` loads.
 
     Args:
-        checkpoint: a run folder (its newest `hf/step-*` is taken), an exported folder, or a Hub name.
+        checkpoint: a run folder (its newest `hf/step-*` is used), an exported folder, or a Hub name.
 
     Raises:
-        ValueError: nothing loadable is there; says what to give instead.
+        ValueError: it contains no model.
     """
     path, name = Path(checkpoint).expanduser(), str(checkpoint)
     if (path / "config.json").is_file():
         return path
     if path.is_dir():
-        exports = {int(m[1]): p for p in _exports(path) if (m := STEP.fullmatch(p.name))}
+        configs = [*path.glob("hf/step-*/config.json"), *path.glob("step-*/config.json")]
+        exports = {int(m[1]): x.parent for x in configs if (m := STEP.fullmatch(x.parent.name))}
         if not exports:
             raise ValueError(f"no exported model in {path}: {REMEDY}")
         return exports[max(exports)]
@@ -64,17 +62,8 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
     raise ValueError(f"{name} does not exist: {REMEDY}")
 
 
-def _exports(folder: Path) -> list[Path]:
-    return [
-        p
-        for pattern in ("hf/step-*", "step-*")
-        for p in folder.glob(pattern)
-        if (p / "config.json").is_file()
-    ]
-
-
 def training_record(model: PreTrainedModel) -> dict:
-    """The content of training.json of the loaded export (fields of `CardInfo`); empty for any other model.
+    """Return training.json of the loaded export (fields of `CardInfo`); empty for any other model.
 
     Raises:
         ValueError: the file is damaged.
@@ -84,15 +73,15 @@ def training_record(model: PreTrainedModel) -> dict:
 
 
 def read_training_record(source: Path | str, commit: str | None = None) -> dict:
-    """`training_record` of an export folder or a Hub name, at `commit` if given.
+    """Return `training_record` of an export folder, or of a Hub name at `commit`.
 
-    A file of the same name that another program wrote, in another form, is no record.
+    A file of the same name by another program, with other fields, counts as absent.
     """
     record = Path(source) / TRAINING_FILE
     if not Path(source).is_dir():
         try:
             record = Path(hf_hub_download(source, TRAINING_FILE, revision=commit))
-        except (HfHubHTTPError, HFValidationError, OSError):  # no such file, or the Hub can't be reached
+        except (HfHubHTTPError, HFValidationError, OSError):  # no such file, or no network
             return {}
     elif not record.is_file():
         return {}
@@ -106,36 +95,36 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
 
 
 def recorded_length(model: PreTrainedModel) -> int | None:
-    """Tokens per training sequence according to the export's record; None without a record."""
+    """Return the tokens per training sequence from the export's record; None without a record."""
     return training_record(model).get("seq_len") or None
 
 
 def trained_length(model: PreTrainedModel) -> int:
-    """Tokens to read at once of a task: `recorded_length`, else `max_position_embeddings`, else 2048.
+    """Return how many tokens an evaluation should read at once.
 
-    The latter two are no training lengths; reports do not call them so.
+    This is `recorded_length`, else `max_position_embeddings`, else 2048. The latter two are not training
+    lengths, so reports must not show them as such.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     return recorded_length(model) or positions or FALLBACK_LENGTH
 
 
 def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that stands before a document: at most one.
-
-    That of models trained here is in their config, which others' ways of saving keep, or follows from their
-    record (`trained_prefix`). Others get BOS, else EOS.
-    """
-    found = trained_prefix_of(model, tokenizer)
-    if found is not None:
-        return found
+    """Return the tokens before each document: `trained_prefix_of`, else BOS, else EOS, else none."""
+    trained = trained_prefix_of(model, tokenizer)
+    if trained is not None:
+        return trained
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     return [token for token in ids if token is not None][:1]
 
 
 def trained_prefix_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """The tokens that stood before documents when the model was trained here; None: it was not."""
-    kept = getattr(model.config, PREFIX, None)
-    return trained_prefix(training_record(model), tokenizer) if kept is None else kept
+    """Return the tokens before documents when the model was trained by fla_train; None if it was not.
+
+    They are in the config, which `save_pretrained` keeps, or follow from the training record.
+    """
+    prefix = getattr(model.config, PREFIX, None)
+    return trained_prefix(training_record(model), tokenizer) if prefix is None else prefix
 
 
 def load_model(
@@ -146,24 +135,24 @@ def load_model(
     mixer: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, in eval mode, and its tokenizer.
+    """Load a causal language model in eval mode, and its tokenizer.
 
     Args:
-        checkpoint: what `resolve_checkpoint` takes.
-        device: where to put the model.
-        dtype: of the weights; None keeps the stored one.
-        mixer: import path of the model's mixer, `package.module:Class`; without it, or `trust_remote_code`,
-            a class that only the checkpoint names is not imported.
-        trust_remote_code: run the Python files that come with a model, import the mixer that it names.
+        checkpoint: as for `resolve_checkpoint`.
+        device: of the model.
+        dtype: of the weights; None: the stored one.
+        mixer: import path of a custom mixer, `package.module:Class`. A class that only the checkpoint names
+            is imported with `trust_remote_code` alone.
+        trust_remote_code: run the Python files of a model, and import the mixer that it names.
 
     Raises:
-        ValueError: no such checkpoint, its files are missing or damaged, or it needs code that comes with it.
+        ValueError: no such checkpoint, its files are missing or damaged, or it needs its own code.
     """
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
     if format_name(model.config.model_type) in FORMATS and not _was_chosen(source):
         name = type(model).__name__
-        line = f"{source} runs by its own library's {name}; fla-export format=hf makes a model of ours of it"
+        line = f"{source} runs as its library's {name}; `fla-export format=hf` converts it to ours"
         warnings.warn_explicit(line, UserWarning, "fla_train", 1)
     return model, load_tokenizer(source, model.config, trust_remote_code=trust_remote_code)
 
@@ -171,21 +160,18 @@ def load_model(
 def load_tokenizer(
     source: Path | str, config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a resolved checkpoint whose model has `config`.
+    """Load the tokenizer of a resolved checkpoint whose model has `config`.
 
     Raises:
-        ValueError: there is none, or it can't be read.
+        ValueError: it has none, or it can't be read.
     """
-    try:
-        with _one_line(source):
-            return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
-    except ValueError as failure:
-        if isinstance(source, Path) and not any(source.glob("tokenizer*")):
-            raise ValueError(
-                f"{source} has no tokenizer: a model of a synthetic task takes suite=expressivity, any other "
-                "needs its tokenizer saved there"
-            ) from failure
-        raise
+    if isinstance(source, Path) and not any(source.glob("tokenizer*")):
+        raise ValueError(
+            f"{source} has no tokenizer: evaluate a model of a synthetic task with suite=expressivity, or "
+            "save the tokenizer in this folder"
+        )
+    with _one_line(source):
+        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
 
 
 def load_weights(
@@ -197,29 +183,22 @@ def load_weights(
     trust_remote_code: bool = False,
     translate: bool | None = None,
 ) -> PreTrainedModel:
-    """`load_model` without the tokenizer, which models of synthetic tasks do not have.
-
-    `translate` is that of `find_translation`.
-    """
+    """Load the model as `load_model` does, without a tokenizer. `translate` is for `find_translation`."""
     source = resolve_checkpoint(checkpoint)
-    if isinstance(source, Path) and (source / CHECKSUMS).is_file():
-        if damage := find_export_damage(source, hashed_bytes=HASHED_BYTES):
-            raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
-    with _one_line(source):
-        if mixer is not None and config_content(source).get("mixer") is None:
-            raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
+    if isinstance(source, Path) and (damage := find_export_damage(source, hashed_bytes=HASHED_BYTES)):
+        raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
+    with _one_line(source), no_progress_bars():
         translation = find_translation(source, translate)
-        with no_progress_bars():
-            if translation is not None:
-                model, report = load_translated(source, translation, dtype)
-            else:
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    source,
-                    dtype=dtype or "auto",
-                    output_loading_info=True,
-                    trust_remote_code=trust_remote_code,
-                    **({} if mixer is None else {"mixer": mixer}),
-                )
+        if translation is not None:
+            model, report = load_translated(source, translation, dtype)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **({} if mixer is None else {"mixer": mixer}),
+            )
     if report["missing_keys"]:
         raise ValueError(
             f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}: export it again"
@@ -228,7 +207,7 @@ def load_weights(
 
 
 def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrainedConfig:
-    """The config of the model that `load_weights` makes of a resolved checkpoint.
+    """Return the config of the model that `load_weights` makes of a resolved checkpoint.
 
     Raises:
         ValueError: it can't be read.
@@ -241,15 +220,15 @@ def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrai
 
 
 def config_content(source: Path | str) -> dict[str, Any]:
-    """config.json of a resolved checkpoint.
+    """Return config.json of a resolved checkpoint.
 
     Raises:
-        ValueError: it holds no JSON object.
+        ValueError: it contains no JSON object.
         OSError: it can't be read.
     """
     try:
         content, _ = PreTrainedConfig.get_config_dict(source)
-    except TypeError:  # a number, say
+    except TypeError:  # for example, a number
         content = None
     if not isinstance(content, dict):
         raise ValueError(f"{source}/config.json is damaged (no JSON object): export or download it again")
@@ -257,17 +236,17 @@ def config_content(source: Path | str) -> dict[str, Any]:
 
 
 def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
-    """The module of `FORMATS` that reads a checkpoint as a model of our family; None: its own class does.
+    """Return the module of `FORMATS` that reads a checkpoint as a DeltaProduct model; None: its class does.
 
-    Imports flash-linear-attention if that is the class's package.
+    Imports flash-linear-attention if the class belongs to it.
 
     Args:
         source: a resolved checkpoint.
-        translate: whether to translate what can be translated. None: only a model type that is not one of
-            transformers, unless its record says that the class was chosen for training (`model=fla/...`).
+        translate: whether to translate if possible. None: translate only model types that transformers does
+            not have, unless the record says that the class was chosen for training (`model=fla/...`).
 
     Raises:
-        ValueError: the class's package is not installed, or does not work here.
+        ValueError: the package of the class is not installed or can't be imported.
         OSError: the config can't be read.
     """
     content = config_content(source)
@@ -283,43 +262,31 @@ def find_translation(source: Path | str, translate: bool | None = None) -> Modul
 
 
 def _was_chosen(source: Path | str) -> bool:
-    """Whether a run here trained the class that config.json names, instead of a model of our family."""
+    """Return whether the training config chose the class in config.json over a DeltaProduct model."""
     return "source" in (recorded_config(read_training_record(source)).get("model") or {})
 
 
 @contextmanager
 def _one_line(source: Path | str) -> Iterator[None]:
-    """Turn whatever a library raises for a checkpoint's files into one line.
-
-    Raises:
-        ValueError: with the checkpoint and the library's first line.
-    """
+    """Turn any error of a library about a checkpoint's files into a `ValueError` of one line."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except (MixerError, FormatError) as failure:
         raise ValueError(f"{source}: {failure}") from failure
-    except BaseException as failure:  # a panic of a library in Rust is no Exception
+    except BaseException as failure:  # a panic of a Rust library is not an Exception
         raise ValueError(_explain(source, failure)) from failure
 
 
 def _explain(source: Path | str, failure: BaseException) -> str:
-    """One line for a checkpoint that does not load; names the weights file that is cut short, if one is."""
-    if "trust_remote_code" in str(failure):
-        return f"{source} needs Python code that it brings along: give trust_remote_code=true if you trust it"
-    if isinstance(source, str) and isinstance(failure, OSError):
-        return (
-            f"cannot load {source}: no such folder here, and the Hub did not give it ({_first_line(failure)})"
-        )
-    if isinstance(source, Path) and (damage := find_export_damage(source)):
-        return f"{source}/{damage}: {EXPORT_AGAIN}"
-    if "weights_only" in str(failure):  # torch advises to run the code
-        return f"cannot load {source}: its weights are a pickle that calls code; get them as safetensors"
-    return f"cannot load {source}: {_first_line(failure)}"
-
-
-def _first_line(failure: BaseException) -> str:
     line = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-    known = isinstance(failure, OSError | ValueError | RuntimeError) and line
-    return line if known else f"{type(failure).__name__}: {line}"
+    if not (line and isinstance(failure, OSError | ValueError | RuntimeError)):
+        line = f"{type(failure).__name__}: {line}"
+    if "trust_remote_code" in str(failure):
+        return f"{source} needs its own Python code: give trust_remote_code=true if you trust it"
+    if isinstance(source, str) and isinstance(failure, OSError):
+        return f"cannot load {source}: no such folder, and the Hub did not deliver it ({line})"
+    if "weights_only" in str(failure):  # torch would advise to run the code
+        return f"cannot load {source}: its weights are a pickle that calls code; get them as safetensors"
+    return f"cannot load {source}: {line}"

@@ -1,4 +1,7 @@
-"""Pushes of a run's exports to the Hub, beside training."""
+"""Push a run's exports to the Hub during training.
+
+Each push is `fla-export` in its own process, so uploads and conversions can neither slow nor stop training.
+"""
 
 import json
 import os
@@ -16,9 +19,9 @@ from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
 
 DTYPES = ("auto", "float32", "bfloat16")
-NICENESS = 10  # of the process: data workers and ranks come first
-WRONG_REQUEST = 2  # exit status of a command that would fail in the same way again
-# The process never touches the GPU, and its log holds no progress bars.
+NICENESS = 10  # of the process, so that ranks and data workers run first
+WRONG_REQUEST = 2  # exit status of a push that would fail again, for example of a damaged export
+# The process never uses the GPU, and its log contains no progress bars.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
@@ -42,79 +45,77 @@ class HubConfig:
 
 
 class HubPushes:
-    """Pushes on rank 0, each by `fla-export` in another process, one after another in the order of steps.
+    """The pushes of rank 0, one process at a time, in the order of steps.
 
-    A push makes a commit of the repository's default branch, with a tag of the export's name. `pushes.jsonl`
-    in the run folder records what has arrived; `fla-export` asks the Hub, too, so that a kill between the two
-    costs nothing. What fails is a line, and is tried again at the next push and after a restart.
+    A push makes a commit on the repository's default branch and a tag with the export's name. `pushes.jsonl`
+    in the run folder records the finished pushes. A failed push is logged as one line, and tried again with
+    the next export, at the end of the run and after a restart.
 
     Args:
-        config: nothing is pushed without a `repo_id`.
+        config: without a `repo_id` nothing is pushed.
         run: the run folder.
-        mixer: import path of the model's mixer, if it is not ours.
-        log: takes a line for the user.
+        mixer: import path of a custom mixer.
+        log: writes one line for the user.
     """
 
-    def __init__(self, config: HubConfig, run: Path, mixer: str | None, log: Callable[[str], None]):
+    def __init__(self, config: HubConfig, run: Path, mixer: str | None, log: Callable[[str], None]) -> None:
         self._config, self._mixer, self._log = config, mixer, log
         self._run, self._record, self._output = run, run / "pushes.jsonl", run / "logs/push.log"
         self._process: subprocess.Popen | None = None
         self._pushed: set[int] = set()
-        self._waiting: list[int] = []  # steps, ascending; the process pushes the first
+        self._waiting: list[int] = []  # steps in ascending order; the process pushes the first
 
     def resume(self, step: int) -> None:
-        """Take up the pushes up to `step`, from which training starts, that have not arrived."""
+        """Queue the exports up to `step`, where training starts, that are newer than the last push."""
         if self._config.repo_id is None:
             return
         with suppress(OSError):
-            drop_records_after(self._record, step)  # their models will be trained again
+            drop_records_after(self._record, step)  # training will write these exports again
         records = read_metrics(self._record)
         self._pushed = {int(r["step"]) for r in records if r.get("repo_id") == self._config.repo_id}
-        every = self._config.push_every
+        every, last = self._config.push_every, max(self._pushed, default=0)
         for exported in range(every, step + 1, every) if every else ():
-            if self._export(exported).is_dir():
+            # An older export would replace a newer one on the default branch.
+            if exported > last and self._export(exported).is_dir():
                 self.add(exported)
 
     def add(self, step: int) -> None:
-        """Push the export of `step` after those that wait, unless it has arrived."""
+        """Queue the export of `step`, unless it is queued or pushed already."""
         if self._config.repo_id is not None and step not in (*self._pushed, *self._waiting):
             self._waiting.append(step)
         self._start()
 
     def poll(self) -> None:
-        """Log a push that has ended by now, and start the next; never waits."""
+        """Log a push that has ended and start the next one. Never waits."""
         if self._process is None or self._process.poll() is None:
             return
-        status, self._process = self._process.returncode, None
-        step = self._waiting[0]
+        status, self._process, step = self._process.returncode, None, self._waiting[0]
         if status == 0:
-            self._waiting.remove(step)
             self._pushed.add(step)
             self._log(f"step {step:,}: pushed to {self._config.repo_id}")
-            record = {"step": step, "repo_id": self._config.repo_id}
             with suppress(OSError), self._record.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            self._start()
-            return
-        errors = []
-        with suppress(OSError):
-            errors = [line for line in self._output.read_text().splitlines() if line.startswith("error: ")]
-        reason = errors[-1].removeprefix("error: ") if errors else f"see {self._output}"
-        self._log(f"step {step:,}: NOT PUSHED, {reason}")
-        if status == WRONG_REQUEST:  # a damaged export, say, which must not keep back the others
+                file.write(json.dumps({"step": step, "repo_id": self._config.repo_id}) + "\n")
+        else:
+            errors = []
+            with suppress(OSError):
+                errors = [x for x in self._output.read_text().splitlines() if x.startswith("error: ")]
+            reason = errors[-1].removeprefix("error: ") if errors else f"see {self._output}"
+            self._log(f"step {step:,}: NOT PUSHED, {reason}")
+        # Other failures stay first in the queue, so that exports arrive in order.
+        if status in (0, WRONG_REQUEST):
             self._waiting.remove(step)
             self._start()
 
     def finish(self, beat: Callable[[str], None]) -> None:
-        """Wait for the pushes that are left, `hub.timeout` seconds at most.
+        """Wait for the queued pushes, at most `hub.timeout` seconds, and try failed ones once more.
 
         Args:
-            beat: called while waiting, which is progress.
+            beat: called while waiting, to report progress.
         """
         deadline = time.monotonic() + self._config.timeout
         if self._waiting:
             self._log(f"waiting up to {self._config.timeout:g} s for the push of step {self._waiting[-1]:,}")
-        for _ in range(2):  # what fails is tried once more
+        for _ in range(2):
             self._start()
             while self._process is not None and time.monotonic() < deadline:
                 beat("waiting for a push to the Hub")
@@ -123,10 +124,10 @@ class HubPushes:
         self.stop()
         if self._waiting:
             steps = ", ".join(f"{step:,}" for step in self._waiting)
-            self._log(f"not on the Hub: step {steps}; the same command again pushes what is left")
+            self._log(f"not on the Hub: step {steps}; run the same command again to push the rest")
 
     def stop(self) -> None:
-        """End the push that runs, if one does; a restart takes it up."""
+        """End the running push; a restart repeats it."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -136,11 +137,11 @@ class HubPushes:
         return self._run / "hf" / f"step-{step:07d}"
 
     def _start(self) -> None:
-        """Start the first push that waits, if none runs."""
+        """Start the first queued push, if none runs."""
         if self._process is not None or not self._waiting:
             return
         config, export = self._config, self._export(self._waiting[0])
-        given = {
+        options = {
             "checkpoint": export,
             "dtype": config.dtype,
             "mixer": self._mixer,
@@ -152,7 +153,7 @@ class HubPushes:
         }
         try:
             self._output.parent.mkdir(exist_ok=True)
-            overrides = [assign(name, value) for name, value in given.items() if value is not None]
+            overrides = [assign(name, value) for name, value in options.items() if value is not None]
             self._process = start_command("export", overrides, self._output, **ENVIRONMENT)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         except OSError as failure:

@@ -1,9 +1,9 @@
-"""Python files of an export, by which transformers loads a model of this package without the package.
+"""Write the Python files with which transformers loads an export without this package.
 
-They are the modules that the model's module imports, each with a first line about its origin, and with
-imports that transformers follows: it finds `from .name import`, of files that lie in one folder. Kernels in
-Gluon are left out. Gluon is experimental and changes from one Triton to the next; the package can require a
-Triton, an export is loaded by any. `kernels.delta_product.select` then takes the kernels in Triton.
+The files are all modules that the model's module imports. Their first line names their origin. Their imports
+have the form `from .name import`, which transformers follows within one folder. Gluon kernels are left out,
+because Gluon changes between Triton releases and an export must load with any of them;
+`kernels.delta_product.select` then chooses the Triton kernels.
 """
 
 import ast
@@ -15,36 +15,38 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from fla_train import __version__
-from fla_train.models.auto import LazyModelConfig
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
+MODULES = {DeltaProductConfig: "fla_train.models.modeling", SignedMambaConfig: "fla_train.models.zoo.mamba"}
 LEFT_OUT = "fla_train.kernels.delta_product.hopper"
 ORIGIN = "# Generated from {module}, fla_train {version}, Apache-2.0: only imports differ.\n"
 
 
 def write_remote_code(config: PreTrainedConfig, folder: Path) -> None:
-    """Write the Python files of a model of this package to `folder`, and their classes to `config.auto_map`.
+    """Write the files of a model of this package to `folder`, and their classes to `config.auto_map`.
 
-    A config of another library is left as it is.
+    Configs of other libraries stay unchanged.
     """
-    if not isinstance(config, LazyModelConfig):
+    module = MODULES.get(type(config))
+    if module is None:
         return
-    for name, text in _files(config.modeling_module).items():
+    for name, text in _files(module).items():
         (folder / f"{name}.py").write_text(text)
-    # The config comes from the models' file, too: transformers makes a copy of all files for each file that
+    # The config is loaded from the models' file as well: transformers copies all files for each file that
     # `auto_map` names, and two copies would have two config classes.
-    classes = {AutoConfig: type(config), **import_module(config.modeling_module).AUTO_CLASSES}
-    file = _file(config.modeling_module)
-    config.auto_map = {auto.__name__: f"{file}.{found.__name__}" for auto, found in classes.items()}
+    classes = {AutoConfig: type(config), **import_module(module).AUTO_CLASSES}
+    config.auto_map = {auto.__name__: f"{_file(module)}.{cls.__name__}" for auto, cls in classes.items()}
 
 
 def _file(module: str) -> str:
-    """The name of a module's file, without its ending."""
+    """Return the name of a module's file without its extension."""
     return module.removeprefix("fla_train.").replace(".", "_")
 
 
 @cache
 def _files(module: str) -> dict[str, str]:
-    """The text of each file that `module` needs, by name."""
+    """Return the text of each file that `module` needs, by name."""
     texts: dict[str, str] = {}
     waiting = [module]
     while waiting:
@@ -56,7 +58,7 @@ def _files(module: str) -> dict[str, str]:
 
 
 def _rewritten(module: str) -> tuple[str, list[str]]:
-    """A module's text with rewritten imports, and the modules of this package that it imports."""
+    """Return a module's text with rewritten imports, and the modules of this package that it imports."""
     text = Path(find_spec(module).origin).read_text()
     lines, needed = text.splitlines(keepends=True), []
     for node in ast.walk(ast.parse(text)):

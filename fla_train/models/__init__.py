@@ -1,43 +1,15 @@
-"""Language models of this package, registered with transformers' Auto classes.
+"""Language models of this package.
 
-`configuration`, `modeling`, `layers`, `mixers`, `cache`, `context` and `loss` are the DeltaProduct family;
-`flops` counts its parameters, FLOPs and bytes; `zoo` has other architectures. Importing this package
-registers the configs only. `modeling`, which takes seconds to import, follows when a config is read from a
-checkpoint or a model class is first used.
+- `modeling`, `layers`, `mixers`, `cache`, `context` and `loss` implement the DeltaProduct family, which
+  `configuration` describes.
+- `auto` registers all models with transformers' Auto classes.
+- `decoding` generates tokens in CUDA graphs; `float8` trains in float8.
+- `flops` counts parameters, FLOPs and bytes.
+- `zoo` adds models of other libraries; `build` makes a model from a `model` node of a config.
+
+Importing the package imports only configs, because transformers' modeling code takes seconds to import.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from fla_train.models.auto import register
 from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
-from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
-if TYPE_CHECKING:
-    from fla_train.models.modeling import (
-        DeltaProductForCausalLM,
-        DeltaProductForQuestionAnswering,
-        DeltaProductForSequenceClassification,
-        DeltaProductForTokenClassification,
-        DeltaProductModel,
-    )
-
-__all__ = [
-    "DeltaProductConfig",
-    "DeltaProductForCausalLM",
-    "DeltaProductForQuestionAnswering",
-    "DeltaProductForSequenceClassification",
-    "DeltaProductForTokenClassification",
-    "DeltaProductModel",
-    "build_config",
-    "model_schema",
-]
-
-register(DeltaProductConfig, f"{__name__}.modeling")
-register(SignedMambaConfig, f"{__name__}.zoo.mamba")
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module(f"{__name__}.modeling"), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__all__ = ["DeltaProductConfig", "build_config", "model_schema"]

@@ -1,83 +1,81 @@
-"""Build any causal language model from a `model` node: one of our family, or another library's class.
+"""Build any causal language model from a `model` node of a config.
 
-The node of our family holds the fields of `DeltaProductConfig`. That of any other model has four keys:
-`source` (the library), `model_type` (its name of the architecture), `config` (fields of that architecture's
-config class) and `vocab_size`.
+A node without `source` has the fields of `DeltaProductConfig`. Any other node has four keys: `source` (the
+library), `model_type` (its name of the architecture), `config` (fields of its config) and `vocab_size`.
 """
 
 import copy
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from fla_train.models.auto import LazyModelConfig
 from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
 from fla_train.models.zoo import fla, transformers
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
-if TYPE_CHECKING:  # models take seconds to import: each function imports its own
+if TYPE_CHECKING:  # the launcher of a run imports configs but no models, which take seconds
     from transformers import PreTrainedModel
 
 NODE_KEYS = ("source", "model_type", "config", "vocab_size")
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, unless the node has them
-# No fields for node["config"]
-ELSEWHERE = ("vocab_size", "model_type", "architectures", "dtype", "transformers_version")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, unless the node sets them
+NOT_FIELDS = (
+    "vocab_size",
+    "model_type",
+    "architectures",
+    "dtype",
+    "transformers_version",
+)  # of node["config"]
 
 
 def is_zoo(node: Mapping[str, Any]) -> bool:
-    """Whether a `model` node is of a class beside our family: another library's, or signed Mamba."""
+    """Return whether a `model` node describes a class outside the DeltaProduct family."""
     return "source" in node
 
 
 def architecture(node: Mapping[str, Any]) -> str:
-    """A name for the model of a node, such as `gated_delta_product_2`, `delta_net+sliding_attention`, `gla`.
-
-    Keys that the node of an older version lacks count as null.
-    """
-    if node.get("model_type"):
+    """Return a name for a node's model: `gated_delta_product_2`, `delta_net+sliding_attention`, `gla`."""
+    if is_zoo(node):
         return node["model_type"]
-    layers, count = node.get("layer_types") or ["linear_attention"], node.get("num_householder") or 1
+    layers, count = node["layer_types"] or ["linear_attention"], node["num_householder"]
     if "linear_attention" not in layers:
         return "transformer"
     name = f"delta_product_{count}" if count > 1 else "delta_net"
-    mixer = (node.get("mixer") or "").rpartition(":")[2]
-    name = mixer or ("gated_" if node.get("use_forget_gate") else "") + name
+    mixer = (node["mixer"] or "").rpartition(":")[2]
+    name = mixer or ("gated_" if node["use_forget_gate"] else "") + name
     return "+".join([name, *sorted({*layers} - {"linear_attention"})])
 
 
 def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a composed `model` node, a plain dict.
+    """Build the config of a composed `model` node, a plain dict.
 
-    A `vocab_size` of None, which no tokenizer has filled in yet, becomes the class's default.
+    A `vocab_size` of None, before a tokenizer is known, becomes the class's default.
 
     Raises:
-        ValueError: an unknown key or class, a missing package, or settings that do not fit together.
+        ValueError: an unknown key or class, a missing package, or settings that contradict each other.
     """
     if not is_zoo(node):
         return build_config(node)
     model_type, fields = node["model_type"], node["config"]
-    kind = _config_class(node["source"], model_type)
-    known = _settings(kind)
-    if wrong := [name for name in ELSEWHERE if name in fields]:
+    config_class = _config_class(node["source"], model_type)
+    known = _settings(config_class)
+    if wrong := [name for name in NOT_FIELDS if name in fields]:
         raise ValueError(f"model.config.{wrong[0]} can't be set: write model.vocab_size, model.model_type")
-    given = {**dict.fromkeys(TOKEN_IDS), **fields}
+    options = {**dict.fromkeys(TOKEN_IDS), **fields}
     if node["vocab_size"] is not None:
-        given["vocab_size"] = node["vocab_size"]
+        options["vocab_size"] = node["vocab_size"]
     try:
-        config = kind(**given)
-    except Exception as failure:  # whatever the class raises
+        config = config_class(**options)
+    except Exception as failure:  # classes raise anything
         raise ValueError(f"model.config of {model_type}: {' '.join(str(failure).split())}") from failure
-    # An unknown keyword stays as an attribute; one of an earlier version becomes a field.
+    # transformers keeps unknown keywords as attributes, and turns those of earlier versions into fields.
     if unknown := sorted((fields.keys() & vars(config).keys()) - known):
         listed = ", ".join(sorted(class_fields(node["source"], model_type)))
-        raise ValueError(
-            f"model.config.{', model.config.'.join(unknown)}: no field of {kind.__name__}, which has {listed}"
-        )
+        names = ", model.config.".join(unknown)
+        raise ValueError(f"model.config.{names}: no field of {config_class.__name__}, which has {listed}")
     return config
 
 
@@ -93,26 +91,24 @@ def _config_class(source: str, model_type: str) -> type[PreTrainedConfig]:
 
 
 def class_fields(source: str, model_type: str) -> set[str]:
-    """Names of the fields that `node["config"]` may have, without those that all classes share."""
-    return _settings(_config_class(source, model_type)) - _settings(PreTrainedConfig) - {*ELSEWHERE}
+    """Return the names that `node["config"]` may have, without those that all config classes share."""
+    return _settings(_config_class(source, model_type)) - _settings(PreTrainedConfig) - {*NOT_FIELDS}
 
 
-def _settings(kind: type[PreTrainedConfig]) -> set[str]:
-    """Names of the settings of a config class, with those that all classes share."""
-    fields = {field.name for field in dataclasses.fields(kind)}
-    return {*fields, *kind.attribute_map, *inspect.signature(kind.__init__).parameters} - {"self", "kwargs"}
+def _settings(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the names of the settings of a config class, including inherited ones."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    parameters = inspect.signature(config_class.__init__).parameters
+    return {*fields, *config_class.attribute_map, *parameters} - {"self", "kwargs"}
 
 
 def model_node(config: PreTrainedConfig) -> dict[str, Any]:
-    """The `model` node that `build_model_config` makes `config` of, without the token ids of a tokenizer."""
+    """Return the `model` node from which `build_model_config` builds `config`, without token ids."""
     if isinstance(config, DeltaProductConfig):
         return {name: getattr(config, name) for name in config_fields() if name not in MACHINE_KEYS}
     source = {"transformers": "hf"}.get(library := type(config).__module__.split(".")[0], library)
-    fields = {
-        name: value
-        for name, value in config.to_diff_dict().items()
-        if name in _settings(type(config)) - {*ELSEWHERE, *TOKEN_IDS}
-    }
+    names = _settings(type(config)) - {*NOT_FIELDS, *TOKEN_IDS}
+    fields = {name: value for name, value in config.to_diff_dict().items() if name in names}
     return {
         "source": source,
         "model_type": config.model_type,
@@ -122,31 +118,31 @@ def model_node(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def model_class(config: PreTrainedConfig) -> type["PreTrainedModel"]:
-    """The causal language model that belongs to a config."""
+    """Return the causal language model class of a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if isinstance(config, LazyModelConfig):
-        import_module(config.modeling_module)
+    import fla_train.models.auto  # noqa: F401
+
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def build_model(config: PreTrainedConfig) -> "PreTrainedModel":
-    """The model of a config with fresh weights in fp32; on other libraries' classes with our loss.
+    """Build the model of a config with new weights in fp32. Other libraries' classes get the fused loss.
 
     Raises:
-        ValueError: settings that the config let pass and the class refuses, or a package that it needs.
+        ValueError: the class rejects settings that its config accepts, or needs a missing package.
     """
-    kind = model_class(config)
+    cls = model_class(config)
     if isinstance(config, DeltaProductConfig):
-        return kind(config).float()
+        return cls(config).float()
     from fla_train.models.zoo.loss import with_fused_loss
 
     config = copy.copy(config)
     pad, config.pad_token_id = config.pad_token_id, None  # nn.Embedding never trains the row of a padding_idx
     try:
-        model = with_fused_loss(kind)(config).float()
-    except Exception as failure:
-        raise ValueError(f"{kind.__name__} can't be built: {' '.join(str(failure).split())}") from failure
+        model = with_fused_loss(cls)(config).float()
+    except Exception as failure:  # classes raise anything
+        raise ValueError(f"{cls.__name__} can't be built: {' '.join(str(failure).split())}") from failure
     model.config.pad_token_id = pad
     if config.model_type == "xlstm":
         from fla_train.models.zoo.xlstm import take_whole_chunks
@@ -156,7 +152,7 @@ def build_model(config: PreTrainedConfig) -> "PreTrainedModel":
 
 
 def build_on_meta(node: Mapping[str, Any]) -> "PreTrainedModel":
-    """The model of a `model` node without memory for its weights, to be counted.
+    """Build the model of a `model` node on the meta device, to count it.
 
     Raises:
         ValueError: as `build_model_config` and `build_model`.

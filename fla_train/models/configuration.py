@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fla_train.kernels.delta_product.interface import known_backend
-from fla_train.models.auto import LazyModelConfig
 
 MACHINE_KEYS = ("backend", "recompute_operator")
 INITIALIZATION_KEYS = ("scale_output_init", "embedding_init_std")  # no effect once there are weights
@@ -28,7 +27,7 @@ ATTN_KEYS = {
 }
 
 
-class DeltaProductConfig(LazyModelConfig):
+class DeltaProductConfig(PreTrainedConfig):
     """Configuration of DeltaNet, Gated DeltaNet, DeltaProduct and Gated DeltaProduct language models.
 
     Field names follow flash-linear-attention. `num_householder` is the papers' n_h, generalized Householder
@@ -69,6 +68,7 @@ class DeltaProductConfig(LazyModelConfig):
     model_type = "delta_product"
     mixer_permitted = True  # whether the mixer may be imported; not saved
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it
+    auto_map = {}  # noqa: RUF012  TRL reads it of every model that transformers does not define
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -126,9 +126,9 @@ class DeltaProductConfig(LazyModelConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "DeltaProductConfig":
-        """The config of a file; its mixer is permitted if `options` name one."""
+        """Make the config of a file. Its mixer is permitted if `options` name one."""
         permitted = options.pop("mixer_permitted", options.get("mixer") is not None)
-        return super().from_dict(config_dict | {"mixer_permitted": permitted}, **options)
+        return super().from_dict(drop_auto_map(cls, config_dict) | {"mixer_permitted": permitted}, **options)
 
     @property
     def value_heads(self) -> int:
@@ -236,6 +236,14 @@ class DeltaProductConfig(LazyModelConfig):
         if heads % (kv_heads := self.num_key_value_heads or heads):
             errors.append(f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
         return errors
+
+
+def drop_auto_map(kind: type[PreTrainedConfig], content: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's content without `auto_map`, unless the class was loaded from the files it names.
+
+    `save_pretrained` copies these files only for such a class.
+    """
+    return {key: value for key, value in content.items() if key != "auto_map" or kind._auto_class}
 
 
 def expansion(value_dim: int, key_dim: int) -> float:

@@ -28,10 +28,10 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
 from fla_train.kernels.context_parallel import ContextPart
-from fla_train.models.auto import register_models
 from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
@@ -559,4 +559,5 @@ AUTO_CLASSES = {
     AutoModelForTokenClassification: DeltaProductForTokenClassification,
     AutoModelForQuestionAnswering: DeltaProductForQuestionAnswering,
 }
-register_models(DeltaProductConfig, AUTO_CLASSES)
+# Trainer shifts the labels for label smoothing only for the classes in this table.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DeltaProductConfig.model_type] = DeltaProductForCausalLM.__name__

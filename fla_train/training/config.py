@@ -348,7 +348,7 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
 
             if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
                 yield (
-                    f"data.document_boundaries=true is not supported with {config.model['model_type']}, whose "
+                    f"data.document_boundaries=true is not supported with {config.model['model_type']}: its "
                     "layers carry a state across the documents of a packed row: set it to false"
                 )
     except ValueError as error:

@@ -12,10 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fla_train.data.cache import PreparedData
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
-from fla_train.hub import CardInfo, export_model, find_export_damage
+from fla_train.hub.card import CardInfo, recorded_config
+from fla_train.hub.checksums import find_export_damage
+from fla_train.hub.export import export_model
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
-from fla_train.hub.prefix import recorded_config
 from fla_train.hub.saved_config import flat, map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node

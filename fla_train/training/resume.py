@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.data.config import absolute
-from fla_train.hub import find_export_damage
+from fla_train.hub.checksums import find_export_damage
 from fla_train.hub.saved_config import flat, plain
 from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from fla_train.bench.roofline import Ceilings, elementwise_bytes, step_roofline
 from fla_train.cli.app import compose
-from fla_train.models import DeltaProductForCausalLM, build_config, layers
+from fla_train.models import build_config, layers
 from fla_train.models.layers import RMSNorm, ShortConvolution
 from fla_train.models.mixers import attention
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig, register, to_config
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}

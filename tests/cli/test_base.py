@@ -10,9 +10,10 @@ from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.hub import export_model
+from fla_train.hub.export import export_model
 from fla_train.hub.saved_config import as_values
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig, register, resolve, to_config, to_yaml
 
 CORPUS = str(Path("corpus").absolute())

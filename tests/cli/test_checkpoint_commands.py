@@ -13,9 +13,11 @@ from fla_train.cli import app, eval, export, generate
 from fla_train.cli.overrides import as_written
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.hub.saved_config import assign
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 Command = Callable[..., tuple[int, str, str]]
 ODD = ["/ü/日本", "/runs (old)/x[1]", "/lr=1e-3/x", "a\\b'", "x{y}", "no\\'", "C:\\x", "ï/${x}", "1_0", "'a"]
@@ -175,7 +177,7 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
             "fla_train.eval.run.evaluate",
             "interrupted; finished parts are kept: add output=x/y",
         ),
-        (["fla-generate", "checkpoint=x"], "fla_train.hub.load_model", "interrupted\n"),
+        (["fla-generate", "checkpoint=x"], "fla_train.hub.load.load_model", "interrupted\n"),
         (["fla-train"], "fla_train.cli.train.register", "interrupted\n"),  # which imports torch
         (["fla-doctor"], "fla_train.bench.backend_checks.run_checks", "interrupted\n"),
         (["fla-runs", "runs"], "fla_train.cli.runs.show", "interrupted\n"),

@@ -8,7 +8,7 @@ import torch
 
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader, pack
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 from tests.data.test_prepare import read
 from tests.models.small_models import small_config
 

@@ -23,7 +23,9 @@ from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.report import check_checkpoint, check_output, write_comparison
 from fla_train.eval.run import _checkpoint_stamp, _name, evaluate, output_folder
 from fla_train.eval.tables import markdown
-from fla_train.hub import CardInfo, export_model, resolve_checkpoint
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
+from fla_train.hub.load import resolve_checkpoint
 from fla_train.utils.keys import find_errors
 from tests.eval.conftest import CHOICES, token_losses
 

@@ -12,7 +12,8 @@ from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.expressivity_figures import draw_spread_ratio
 from fla_train.eval.transitions import Transitions, transitions
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.kernels.delta_product import delta_product
 from fla_train.tasks import GroupWords
 from fla_train.utils.keys import find_errors

@@ -18,7 +18,8 @@ from lm_eval.tasks import TaskManager
 from fla_train.eval import harness
 from fla_train.eval.__main__ import main as command_line
 from fla_train.eval.harness import FlaTrainLM, run_tasks
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.models import modeling
 from tests.eval.conftest import CHOICES, RECITE, ROLLING, short_of_memory, token_losses
 

@@ -17,7 +17,8 @@ from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.eval.states import effective_rank, positions_up_to, state_statistics
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
 from tests.eval.conftest import token_losses
 

@@ -29,7 +29,8 @@ from fla_train.eval.parallel import Ranks
 from fla_train.eval.report import write_comparison
 from fla_train.eval.result_cache import ResultCache
 from fla_train.eval.run import evaluate
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.hub.load import document_prefix
 from fla_train.utils.keys import find_errors
 from tests.eval.conftest import short_of_memory, train

@@ -12,7 +12,8 @@ from fla_train.eval import harness
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.run import evaluate
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from tests.eval.conftest import CHOICES, ROLLING, token_losses
 
 WORDS = ["<unk>", "<end>", "the", "sun", "is", "up", "."]

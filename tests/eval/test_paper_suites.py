@@ -21,7 +21,8 @@ from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
 from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, paper_cell, paper_row
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import paper_heads, paper_markdown
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
 from tests.eval.conftest import token_losses
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fla_train.eval.parallel import ALONE, Ranks, launched_ranks
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from tests.eval.conftest import CHOICES, RECITE, ROLLING
 from tests.ranks import start_ranks
 

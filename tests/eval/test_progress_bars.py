@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.run import evaluate, progress_bars
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from tests.eval.conftest import CHOICES, RECITE
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.remembrance import effective_remembrance, part_sizes
 from fla_train.eval.run import evaluate
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
 
 

@@ -19,7 +19,8 @@ from fla_train.eval.paper import HEADS, paper_row
 from fla_train.eval.report import page, write_report
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import COUNTS, data_notes, latex, markdown, notes
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 
 TASKS = {
     "wikitext": {"word_perplexity": 30.0, "higher_is_better": {"word_perplexity": False}},

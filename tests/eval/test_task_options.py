@@ -17,7 +17,8 @@ from fla_train.eval.harness import FlaTrainLM, run_tasks
 from fla_train.eval.report import output_lock
 from fla_train.eval.run import evaluate
 from fla_train.eval.tables import data_notes, markdown
-from fla_train.hub import CardInfo, export_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
 from tests.eval.conftest import CHOICES
 from tests.eval.conftest import RECITE as TO_A_STOP

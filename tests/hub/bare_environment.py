@@ -1,26 +1,21 @@
-"""Load exports where only torch, transformers and what they require can be imported; run as a script.
+"""Load exports where only torch, transformers and their requirements can be imported; run as a script.
 
-    python bare_environment.py [--auto-class NAME] FOLDER [PACKAGE ...]
+    python bare_environment.py FOLDER [PACKAGE ...]
 
-FOLDER holds exports and `ids.pt`. Each export gets a file FOLDER/<name>.pt with its logits, generated tokens,
-the module of its class, and the logits after `save_pretrained`. With another Auto class than that of language
-models it is the module, the outputs for the first row of ids, and a folder FOLDER/saved-<name>. PACKAGES can
-be imported, too.
+FOLDER contains exports and `ids.pt`. Each export gets a file FOLDER/<name>.pt with the module of its language
+model class, and the outputs of the model before and after `save_pretrained`. The first export also gets those
+of the other classes in its `auto_map`. PACKAGES can be imported as well.
 """
 
-import argparse
+import json
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def hide_other_packages(kept: list[str]) -> None:
-    """Imports of an installed package fail from now on, unless one of `kept` requires it."""
+    """Make imports of installed packages fail, unless one of `kept` requires them."""
     needed: set[str] = set()
     waiting = list(kept)
     while waiting:
@@ -43,60 +38,36 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("packages", nargs="*")
-    parser.add_argument("--auto-class", default="AutoModelForCausalLM")
-    given = parser.parse_args()
-    hide_other_packages(["torch", "transformers", *given.packages])
-    import torch
-
-    ids = torch.load(given.folder / "ids.pt")
-    exports = sorted(path for path in given.folder.iterdir() if path.is_dir())
-    for export in exports:
-        if given.auto_class == "AutoModelForCausalLM":
-            found = language_model(export, ids)
-        else:
-            found = other_class(given.auto_class, export, ids[:1])
-        torch.save(found, export.with_suffix(".pt"))
-
-
-def language_model(export: Path, ids: "Tensor") -> dict[str, object]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        AutoModelForCausalLM.from_pretrained(export)
-        refusal = None
-    except ValueError as error:
-        refusal = str(error)
-    model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True)
-    AutoTokenizer.from_pretrained(export, trust_remote_code=True)
-    saved = export.parent.parent / f"saved-{export.name}"
-    model.save_pretrained(saved)
-    again = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
-    with torch.no_grad():
-        return {
-            "refusal": refusal,
-            "module": type(model).__module__,
-            "logits": model(ids).logits,
-            "logits_again": again(ids).logits,
-            "tokens": model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8),
-        }
-
-
-def other_class(auto_class: str, export: Path, ids: "Tensor") -> dict[str, object]:
+def main(folder: Path, *packages: str) -> None:
+    hide_other_packages(["torch", "transformers", *packages])
     import torch
     import transformers
 
-    torch.manual_seed(0)  # for weights of a head that an export of a language model lacks
-    model = getattr(transformers, auto_class).from_pretrained(export, trust_remote_code=True)
-    model.save_pretrained(export.parent / f"saved-{export.name}")
-    with torch.no_grad():
-        outputs = model(ids, use_cache=False)
-    return {"module": type(model).__module__, "outputs": dict(outputs)}
+    ids = torch.load(folder / "ids.pt")
+    exports = sorted(path for path in folder.iterdir() if path.is_dir())
+    for export in exports:
+        try:
+            transformers.AutoModelForCausalLM.from_pretrained(export)
+            results = {"error": None}
+        except ValueError as error:
+            results = {"error": str(error)}
+        transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
+        classes = json.loads((export / "config.json").read_text())["auto_map"].keys() - {"AutoConfig"}
+        for name in classes if export is exports[0] and not packages else ["AutoModelForCausalLM"]:
+            torch.manual_seed(0)  # for the weights of a head that an export of a language model lacks
+            auto_class = getattr(transformers, name)
+            model = auto_class.from_pretrained(export, trust_remote_code=True)
+            saved = folder.parent / "saved" / f"{name}-{export.name}"
+            model.save_pretrained(saved)
+            again = auto_class.from_pretrained(saved, trust_remote_code=True)
+            with torch.no_grad():
+                outputs = [dict(m(ids[:1], use_cache=False)) for m in (model, again)]
+            results[name] = {"module": type(model).__module__, "outputs": outputs}
+            if name == "AutoModelForCausalLM":
+                mask = torch.ones_like(ids)
+                results["tokens"] = model.generate(ids, attention_mask=mask, max_new_tokens=8)
+        torch.save(results, export.with_suffix(".pt"))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,9 +1,15 @@
+import shutil
+from pathlib import Path
+
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 
@@ -15,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(params=["untied", "tied", "llama"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Random weights; transformers' Llama stands for models that are not ours."""
+    """Random weights; transformers' Llama represents models of other families."""
     if request.param == "llama":
         return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **SIZE))
     return delta_product(tie_word_embeddings=request.param == "tied")
@@ -29,3 +35,17 @@ def delta_product(**settings: object) -> DeltaProductForCausalLM:
 @pytest.fixture
 def small_model() -> DeltaProductForCausalLM:
     return delta_product()
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One export of a trained model, which tests copy."""
+    folder = tmp_path_factory.mktemp("hub") / "export"
+    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
+    card = CardInfo(seq_len=77, config="data: {}\n")
+    return export_model(delta_product(), tokenizer, folder, card, validate=False)
+
+
+@pytest.fixture
+def export(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "export")

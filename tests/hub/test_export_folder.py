@@ -1,29 +1,47 @@
 """An export is complete or absent, loads through the Auto classes, and computes what the model computed."""
 
 import errno
+import hashlib
 import json
 import os
 import re
 import resource
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from fla_train.hub import CardInfo, copy_export, export_model, find_export_damage, load_model, push
 from fla_train.hub import export as export_module
+from fla_train.hub import load
+from fla_train.hub.card import CardInfo
+from fla_train.hub.checksums import find_export_damage
 from fla_train.hub.convert import convert_export
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.hub.export import copy_export, export_model
+from fla_train.hub.load import load_model
+from fla_train.hub.push import push
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
+from tests.refusal import refusal
 
 IDS = torch.tensor([[5, 7, 300, 11, 2, 9]])
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_auto_classes_load_equal_logits(model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:
+    """The model, its mode and the random state do not change."""
+    random_state = torch.get_rng_state()
+    model.train()
     folder = export_model(model, tokenizer, tmp_path / "export")
+    assert model.training and torch.equal(torch.get_rng_state(), random_state)
+    assert model.config.architectures is None
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(model) and loaded.dtype == torch.float32
     for name, parameter in model.named_parameters():
@@ -37,11 +55,11 @@ def test_auto_classes_load_equal_logits(model: PreTrainedModel, tokenizer, tmp_p
     assert loaded.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_token_ids_and_settings_of_generation_stay_the_models_own(tokenizer, tmp_path: Path) -> None:
-    """The tokenizer gives what a model leaves open; a conversion keeps what was published."""
+def test_token_ids_and_generation_settings_of_the_model_are_kept(tokenizer, tmp_path: Path) -> None:
+    """The tokenizer sets what a model leaves open; a conversion keeps what was published."""
     sizes = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     config = DeltaProductConfig(**sizes, intermediate_size=16, eos_token_id=9, pad_token_id=7)
-    folder = export_model(DeltaProductForCausalLM(config), tokenizer, tmp_path / "given")
+    folder = export_model(DeltaProductForCausalLM(config), tokenizer, tmp_path / "first")
     file = folder / "generation_config.json"
     for content in (json.loads((folder / "config.json").read_text()), json.loads(file.read_text())):
         assert (content["eos_token_id"], content["pad_token_id"]) == (9, 7)
@@ -53,31 +71,18 @@ def test_token_ids_and_settings_of_generation_stay_the_models_own(tokenizer, tmp
         converted = convert_export(folder, tmp_path / f"as-{format}", format, dtype=torch.bfloat16)
         written = json.loads((converted / "generation_config.json").read_text())
         assert {**written, **published} == written and written["pad_token_id"] == 7
-    with pytest.raises(ValueError, match="another output"):
-        convert_export(folder, folder, dtype=torch.bfloat16)
 
 
-def test_given_weights_are_written_in_place_of_the_models_own(model: PreTrainedModel, tmp_path: Path) -> None:
-    # As ZeRO gathers them: fp32 masters of a bf16 model, tied tensors in separate storage.
-    masters = {name: t.clone() for name, t in model.state_dict().items()}
-    model.to(torch.bfloat16)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        export_model(model, None, tmp_path / "export", state_dict=masters)
-    )
-    for name, tensor in masters.items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
-def test_views_of_one_buffer_are_written_as_separate_weights(small_model, tmp_path: Path) -> None:
-    """ZeRO's parameters are such views; safetensors would take them for shared weights."""
-    state = small_model.state_dict()
-    flat = torch.cat([t.flatten() for t in state.values()])
+def test_weights_of_a_state_dict_are_written(model: PreTrainedModel, tmp_path: Path) -> None:
+    """As ZeRO provides them: fp32 masters of a bf16 model, views of one buffer, tied tensors twice."""
+    state = model.state_dict()
     sizes = [t.numel() for t in state.values()]
-    views = {n: v.view_as(state[n]) for n, v in zip(state, flat.split(sizes), strict=True)}
-    loaded = AutoModelForCausalLM.from_pretrained(
-        export_model(small_model, None, tmp_path / "export", state_dict=views)
-    )
-    assert [n for n, t in loaded.state_dict().items() if not torch.equal(t, state[n])] == []
+    flat = torch.cat([t.flatten() for t in state.values()])
+    masters = {n: v.view_as(state[n]) for n, v in zip(state, flat.split(sizes), strict=True)}
+    model.to(torch.bfloat16)
+    folder = export_model(model, None, tmp_path / "export", state_dict=masters)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
+        assert torch.equal(tensor, masters[name]), name
 
 
 @pytest.mark.gpu
@@ -91,7 +96,7 @@ def test_model_and_weights_on_any_device(small_model, tmp_path: Path, model_on: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the model
-def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_bf16_export_keeps_decay_parameters_in_fp32(small_model, tmp_path: Path, dtype: torch.dtype) -> None:
     small_model.to(dtype)
     folder = export_model(small_model, None, tmp_path / "export", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -101,18 +106,13 @@ def test_bf16_export_keeps_decay_parameters_wide(small_model, tmp_path: Path, dt
     assert torch.equal(decay, small_model.model.layers[0].attn.A_log.float())
 
 
-def test_training_goes_on_as_if_nothing_had_happened(small_model, tokenizer, tmp_path: Path) -> None:
-    small_model.train()
-    state = torch.get_rng_state()
-    export_model(small_model, tokenizer, tmp_path / "export")
-    assert small_model.training and torch.equal(torch.get_rng_state(), state)
-    assert small_model.config.architectures is None and small_model.config.eos_token_id is None
-
-
 def test_an_interrupted_export_leaves_the_former_one(
     small_model, tokenizer, tmp_path: Path, monkeypatch
 ) -> None:
     folder = tmp_path / "export"
+
+    def write(step: int) -> None:
+        export_model(small_model, tokenizer, folder, CardInfo(step=step), validate=False)
 
     def interrupted(step: int, left: list[Path]) -> None:
         def interrupt(*args: object) -> None:
@@ -121,7 +121,7 @@ def test_an_interrupted_export_leaves_the_former_one(
         with monkeypatch.context() as patched:
             patched.setattr(export_module, "render_card", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                export_model(small_model, tokenizer, folder, CardInfo(step=step))
+                write(step)
         assert list(tmp_path.iterdir()) == left
 
     def written() -> int:
@@ -129,28 +129,22 @@ def test_an_interrupted_export_leaves_the_former_one(
         return json.loads((folder / "training.json").read_text())["step"]
 
     interrupted(1, left=[])
-    export_model(small_model, tokenizer, folder, CardInfo(step=1))
+    write(1)
     interrupted(2, left=[folder])
     assert written() == 1
-    (tmp_path / ".writing-export").mkdir()  # what a killed process leaves
-    export_model(small_model, tokenizer, folder, CardInfo(step=2))
+    (tmp_path / ".writing-export").mkdir()  # left by a killed process
+    write(2)
     assert written() == 2
-    folder.rename(tmp_path / ".replaced-export")  # what one leaves that is killed between its two renames
+    folder.rename(tmp_path / ".replaced-export")  # left by a process killed between its two renames
     interrupted(3, left=[folder])
     assert written() == 2
 
 
-def test_an_export_that_does_not_load_back_is_refused(small_model, tmp_path: Path) -> None:
+def test_an_export_that_loads_back_changed_is_not_written(small_model, tmp_path: Path, monkeypatch) -> None:
     weights = dict(small_model.state_dict())
     del weights["model.norm.weight"]
     with pytest.raises(ValueError, match=r"missing_keys \['model.norm.weight'\]"):
         export_model(small_model, None, tmp_path / "export", state_dict=weights)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_and_settings_that_come_back_changed_are_refused(
-    small_model, tmp_path: Path, monkeypatch
-) -> None:
     save = export_module.save_torch_state_dict
 
     def flawed(weights: dict, *args: object, **kwargs: object) -> None:
@@ -162,123 +156,152 @@ def test_weights_and_settings_that_come_back_changed_are_refused(
         patched.setattr(export_module, "save_torch_state_dict", flawed)
         with pytest.raises(ValueError, match=r"different_keys \['model.norm.weight'\]"):
             export_model(small_model, None, tmp_path / "export")
-    small_model.model.layers[0].attn.beta_max = 1.0  # no longer what the config says
+    small_model.model.layers[0].attn.beta_max = 1.0  # contradicts the config
     with pytest.raises(ValueError, match="its logits differ"):
         export_model(small_model, None, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_other_things_is_not_replaced(small_model, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("dear")
-    with pytest.raises(ValueError, match="not an exported model"):
-        export_model(small_model, None, tmp_path)
-    (tmp_path / "config.json").write_text('{"editor": 1}')  # of another program
-    with pytest.raises(ValueError, match="not an exported model"):
-        export_model(small_model, None, tmp_path)
-    export = export_model(small_model, None, tmp_path / "export")
+def test_a_folder_with_other_files_is_not_replaced(small_model, export: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    for file, text in (
+        ("thesis.tex", "dear"), ("config.json", "{}"), ("checksums.json", '{"files": {"data.csv": {}}}')
+    ):  # fmt: skip
+        (place / file).write_text(text)
+        with pytest.raises(ValueError, match="not an exported model"):
+            export_model(small_model, None, place)
+    assert (place / "thesis.tex").read_text() == "dear"
     (export / "notes").mkdir()
-    with pytest.raises(ValueError, match="holds notes"):
+    (export / "notes/mine.txt").write_text("dear")
+    with pytest.raises(ValueError, match="contains notes"):
         export_model(small_model, None, export)
-    (export / "checksums.json").unlink()  # as after a change of one's own
-    with pytest.raises(ValueError, match="holds notes"):
-        export_model(small_model, None, export)
-    assert (tmp_path / "thesis.tex").read_text() == "dear" and (export / "notes").is_dir()
-    (export / "notes").rmdir()
-    export_model(small_model, None, export)
+    shutil.rmtree(export / "notes")
+    export_model(small_model, None, export, validate=False)
 
 
-def test_a_folder_that_lists_other_files_is_not_replaced(small_model, tmp_path: Path) -> None:
-    data = tmp_path / "data.csv"
-    data.write_text("dear")
-    (tmp_path / "checksums.json").write_text('{"files": {"data.csv": {}}}')
-    with pytest.raises(ValueError, match="not an exported model"):
-        export_model(small_model, None, tmp_path)
-    assert data.is_file()
-
-
-def test_a_tokenizer_with_several_chat_templates(small_model, tokenizer, tmp_path: Path) -> None:
+def test_several_chat_templates_are_copied_and_checked(small_model, tokenizer, tmp_path: Path) -> None:
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     template = "additional_chat_templates/tool_use.jinja"
     for _ in range(2):  # the second one replaces the first
         export = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
-    assert template in json.loads((export / "checksums.json").read_text())["files"]
-    for _ in range(2):
         copy = copy_export(export, tmp_path / "copy")
+    assert template in json.loads((export / "checksums.json").read_text())["files"]
     assert AutoTokenizer.from_pretrained(copy).chat_template == tokenizer.chat_template
     (copy / template).write_text("{{ tolls }}")
     assert find_export_damage(copy).startswith(template)
     (copy / template).with_name("notes.txt").write_text("dear")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="notes"):
-            copy_export(export, copy)
-        (copy / "checksums.json").unlink(missing_ok=True)  # as after a change of one's own
-    (copy / template).with_name("notes.txt").unlink()
-    copy_export(export, copy)
+    with pytest.raises(ValueError, match="notes"):
+        copy_export(export, copy)
 
 
-def test_copy(small_model, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    source = export_model(small_model, tokenizer, tmp_path / "export")
-    copy = copy_export(source, tmp_path / "copy")
-    assert {f.name: f.read_bytes() for f in source.iterdir()} == {
-        f.name: f.read_bytes() for f in copy.iterdir()
-    }
-    for place in (source, source / "inside"):
+def test_copy(export: Path, tmp_path: Path) -> None:
+    copy = copy_export(export, tmp_path / "copy")
+    assert contents(export) == contents(copy)
+    for target in (export, export / "inside"):
         with pytest.raises(ValueError, match="another output"):
-            copy_export(source, place)
-    export_model(small_model, tokenizer, source / "inside", validate=False)
-    with pytest.raises(ValueError, match="another output"):
-        copy_export(source / "inside", source)
+            copy_export(export, target)
+        with pytest.raises(ValueError, match="another output"):
+            convert_export(export, target, dtype=torch.bfloat16)
 
 
-def test_a_copy_of_any_checkpoint_can_be_replaced(small_model, tokenizer, tmp_path: Path) -> None:
-    source = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
-    (source / ".cache/huggingface").mkdir(parents=True)  # as `hf download --local-dir` leaves it
-    (source / ".gitattributes").write_text("*.safetensors filter=lfs")
-    (source / "figures").mkdir()  # of the user's own
-    (source / "figures/loss.pdf").write_text("dear")
-    for mark in ("nothing", "checksums.json", "training.json"):  # without both it is another library's
-        (source / mark).unlink(missing_ok=True)
+def test_a_copy_of_any_checkpoint_can_be_replaced(export: Path, tmp_path: Path) -> None:
+    (export / ".cache/huggingface").mkdir(parents=True)  # by `hf download --local-dir`
+    (export / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (export / "figures").mkdir()
+    (export / "figures/loss.pdf").write_text("dear")
+    for absent in ("nothing", "checksums.json", "training.json"):  # without both it is another library's
+        (export / absent).unlink(missing_ok=True)
         for _ in range(2):
-            copy = copy_export(source, tmp_path / mark)
-        names = {path.name for path in source.iterdir() if not path.name.startswith(".")}
+            copy = copy_export(export, tmp_path / absent)
+        names = {path.name for path in export.iterdir() if not path.name.startswith(".")}
         assert {path.name for path in copy.iterdir()} == names | {"checksums.json"}
         assert find_export_damage(copy) is None and (copy / "figures/loss.pdf").is_file()
 
 
-def test_a_copy_that_the_disk_refuses_names_the_first_file(
-    small_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_leaves_no_export(
+    small_model, tokenizer, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = export_model(small_model, None, tmp_path / "export", validate=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"^\S+ could not be written"):
+            export_model(small_model, tokenizer, tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def full(start: object, target: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match=r"^\S+ could not be written: \[Errno 28\] No space left on device$"):
-        copy_export(source, tmp_path / "copy")
-    assert [f.name for f in tmp_path.iterdir()] == ["export"]
+        copy_export(export, tmp_path / "copy")
+    assert list(tmp_path.iterdir()) == [export]
 
 
-def test_an_export_to_a_full_disk_is_absent(small_model, tokenizer, tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+def test_file_modes_follow_the_umask(small_model, tokenizer, tmp_path: Path) -> None:
+    before = os.umask(0o027)
     try:
-        with pytest.raises(OSError, match=r"^\S+ could not be written"):
-            export_model(small_model, tokenizer, tmp_path / "export")
+        export = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
+        copy = copy_export(export, tmp_path / "copy")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (*export.iterdir(), *copy.iterdir())} == {0o640}
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def change(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 4  # within the weights
+    file.write_bytes(content)
+
+
+def test_every_file_but_the_card_has_its_checksum(export: Path) -> None:
+    listed = json.loads((export / "checksums.json").read_text())["files"]
+    files = contents(export)
+    assert {"model.safetensors", "config.json", "tokenizer.json", "training.json"} <= listed.keys()
+    assert listed.keys() == files.keys() - {"checksums.json", "README.md"}
+    for name, entry in listed.items():
+        expected = {"bytes": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest()}
+        assert entry == expected, name
+    (export / "README.md").write_text("a better card")
+    assert find_export_damage(export) is None
+
+
+@pytest.mark.parametrize("damage", [remove, cut, change])
+def test_damaged_weights_are_named(damage, export: Path, tmp_path: Path) -> None:
+    weights = export / "model.safetensors"
+    damage(weights)
+    assert find_export_damage(export).startswith(weights.name)
+    assert str(weights) in refusal(copy_export, export, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    assert str(weights) in refusal(push, export, "user/tiny", token="hf_test", endpoint="http://127.0.0.1:9")
+    assert str(weights) in refusal(load_model, export)
+
+
+def test_loading_compares_only_the_sizes_of_large_files(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, config = export / "model.safetensors", export / "config.json"
+    monkeypatch.setattr(load, "HASHED_BYTES", weights.stat().st_size - 1)
+    change(weights)
+    load_model(export)
+    config.write_text(config.read_text().replace("true", "TRUE", 1))
+    assert str(config) in refusal(load_model, export)
+    (export / "checksums.json").write_text('{"files": {"model.saf')
+    assert str(export / "checksums.json") in refusal(load_model, export)
 
 
 def test_card(small_model, tokenizer, tmp_path: Path) -> None:
-    info = CardInfo(
-        name="tiny run",
-        data="stdlib",
-        tokens=123456,
-        seq_len=64,
-        losses={"validation": 2.34567},
-        config="seed: 0\n",
-    )
+    losses = {"validation": 2.34567}
+    info = CardInfo("tiny run", "stdlib", tokens=123456, seq_len=64, losses=losses, config="seed: 0\n")
     card = (export_model(small_model, tokenizer, tmp_path / "export", info) / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert front["pipeline_tag"] == "text-generation" and front["library_name"] == "transformers"
@@ -315,64 +338,37 @@ def test_the_card_cites_what_the_model_uses(settings: dict, papers: set[str], tm
     assert set(re.findall(r"https://arxiv.org/abs/([\d.]+)", card)) == papers
 
 
-@pytest.mark.parametrize("kind", ["text", "task"])
-def test_the_cards_code_runs(kind: str, small_model, tokenizer, tmp_path: Path) -> None:
-    baseline = SignedMambaForCausalLM(SignedMambaConfig(vocab_size=5, hidden_size=16, num_hidden_layers=1))
-    model, with_tokenizer = (small_model, tokenizer) if kind == "text" else (baseline, None)
+@pytest.mark.parametrize("data", ["text", "task"])
+def test_the_cards_code_runs(data: str, small_model, tokenizer, tmp_path: Path) -> None:
+    mamba = SignedMambaForCausalLM(SignedMambaConfig(vocab_size=5, hidden_size=16, num_hidden_layers=1))
+    model, with_tokenizer = (small_model, tokenizer) if data == "text" else (mamba, None)
     info = CardInfo(seq_len=64)
     card = (export_model(model, with_tokenizer, tmp_path / "export", info) / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", card, re.S)
     assert "trust_remote_code=True" in blocks[0]
-    assert len(blocks) == (2 if kind == "text" else 1)
+    assert len(blocks) == (2 if data == "text" else 1)
     names: dict = {}
     exec("".join(blocks).replace("user/model", str(tmp_path / "export")), names)
     assert type(names["model"]) is type(model)
-    assert kind == "task" or names["ids"][0, 0] == tokenizer.eos_token_id  # as before documents in training
+    assert data == "task" or names["ids"][0, 0] == tokenizer.eos_token_id  # as before documents in training
 
 
-def test_links_out_of_an_export_are_not_followed(model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:
-    """A file or a folder; those of the Hub's cache lead to its blobs."""
-    export = export_model(model, tokenizer, tmp_path / "snapshots" / "commit")
+def test_links_out_of_an_export_are_not_followed(export: Path, tmp_path: Path) -> None:
+    """To a file or a folder. Links in the Hub's cache lead to its blobs."""
+    snapshot = tmp_path / "snapshots/commit"
+    snapshot.parent.mkdir()
+    export.rename(snapshot)
     (tmp_path / "secret").write_text("a key")
     for name, target in (("notes.txt", "../../secret"), ("plot.png", "../../secret"), ("up", "..")):
-        (export / name).symlink_to(target)
+        (snapshot / name).symlink_to(target)
         for copy in (copy_export, convert_export):
             with pytest.raises(ValueError, match=name):
-                copy(export, tmp_path / "copy")
+                copy(snapshot, tmp_path / "copy")
         with pytest.raises(ValueError, match=name):
-            push(export, "user/model", token="hf_x")
-        (export / name).unlink()
+            push(snapshot, "user/model", token="hf_x")
+        (snapshot / name).unlink()
     (tmp_path / "blobs").mkdir()
-    (export / "config.json").rename(tmp_path / "blobs" / "0a")
-    (export / "config.json").symlink_to("../../blobs/0a")
-    assert find_export_damage(copy_export(export, tmp_path / "copy")) is None
+    (snapshot / "config.json").rename(tmp_path / "blobs" / "0a")
+    (snapshot / "config.json").symlink_to("../../blobs/0a")
+    assert find_export_damage(copy_export(snapshot, tmp_path / "copy")) is None
     assert not (tmp_path / "copy" / "config.json").is_symlink()
-
-
-FOREIGN = {  # files of a model's folder, with what is changed in them
-    "attention": ("config.json", {"_attn_implementation": "nonsense"}),
-    "quantization": ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-    "dtype": ("config.json", {"dtype": "os.system"}),
-    "types": ("config.json", {"hidden_size": "many"}),
-    "generation": ("generation_config.json", {"cache_config": 3, "watermarking_config": 7}),
-    "tokenizer": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}),
-    "pickle": ("pytorch_model.bin", None),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_model_is_one_line(name: str, model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:
-    """The line names the folder, and gives no advice to run code."""
-    folder = export_model(model, tokenizer, tmp_path / "export")
-    (folder / "checksums.json").unlink()
-    file, changes = FOREIGN[name]
-    if changes is None:
-        torch.save({"weight": os.getcwd}, folder / file)
-        (folder / "model.safetensors").unlink()
-    else:
-        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
-    try:
-        load_model(folder)
-    except ValueError as failure:
-        assert str(folder) in str(failure) and "\n" not in str(failure)
-        assert "weights_only" not in str(failure)

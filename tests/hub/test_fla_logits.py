@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fla_train.hub import export_model
+from fla_train.hub.export import export_model
 from fla_train.hub.load import load_weights
 
 pytestmark = pytest.mark.gpu

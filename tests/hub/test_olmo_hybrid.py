@@ -12,8 +12,9 @@ from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.formats import olmo_hybrid
 from fla_train.hub.load import load_model, load_weights
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config
+from fla_train.models import DeltaProductConfig, build_config
 from fla_train.models.flops import count_parameters
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 LAYERS = ["linear_attention", "full_attention"]
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}

@@ -1,168 +1,153 @@
-"""Pushes beside training: their order, what is tried again, what a restart takes up; and a whole run's."""
+"""Pushes during training: their order, retries, restarts, and those of a whole run."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fla_train.hub import pushes as module
 from fla_train.hub.pushes import HubConfig, HubPushes
+from fla_train.utils.keys import find_errors
 from tests.fake_hub import TOKEN, running_hub
 
-EXPORTER = """
-import os, sys, time
-given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-step = os.path.basename(given["checkpoint"])
-with open("calls", "a") as calls:
-    print(step, given["hub.repo_id"], given["hub.tag"], os.environ["CUDA_VISIBLE_DEVICES"], file=calls)
-while os.path.exists("gate"):
-    time.sleep(0.02)
-if os.path.exists(step):  # the exit statuses to come
-    statuses = open(step).read().split()
-    open(step, "w").write(" ".join(statuses[1:]))
-    if statuses:
-        print("error: said the Hub", flush=True)
-        sys.exit(int(statuses[0]))
-"""
+
+class FakeProcess:
+    """`fla-export` that ends with the next status of its step in `statuses`, 0 by default; None: never."""
+
+    pid = os.getpid()
+
+    def __init__(self, step: int, log: Path, statuses: dict[int, list[int | None]]) -> None:
+        self.returncode = statuses[step].pop(0) if statuses.get(step) else 0
+        log.write_text("" if self.returncode == 0 else "error: rejected by the Hub\n")
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def terminate(self) -> None:
+        pass
+
+    wait = terminate
 
 
 @pytest.fixture
-def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[HubPushes, list[str]]]:
-    """`pushes(**settings)`: those of a run here, with a stand-in for fla-export, and their lines."""
-    monkeypatch.chdir(tmp_path)
-    real = subprocess.Popen
+def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HubPushes]:
+    """Make the pushes of a run in `tmp_path`, with lists `lines` and `calls` of its log and processes."""
+    monkeypatch.setattr(module, "POLL", 0.001)
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: None)
 
-    def stand_in(command: list[str], **options: object) -> subprocess.Popen:
-        assert command[3].endswith("fla_train.cli.export import main; main()")
-        return real([sys.executable, "-c", EXPORTER, *command[4:]], **options)
-
-    monkeypatch.setattr(subprocess, "Popen", stand_in)
-
-    def make(**settings: object) -> tuple[HubPushes, list[str]]:
+    def make(statuses: dict[int, list[int | None]] | None = None, **settings: object) -> HubPushes:
         lines: list[str] = []
-        given = {"repo_id": "user/tiny", "push_every": 4} | settings
-        return HubPushes(HubConfig(**given), tmp_path, None, lines.append), lines
+        calls: list[str] = []
+
+        def start(name: str, overrides: list[str], log: Path, **variables: str) -> FakeProcess:
+            assert name == "export" and "hub.repo_id=user/tiny" in overrides
+            assert variables["CUDA_VISIBLE_DEVICES"] == ""
+            calls.append(next(x for x in overrides if x.startswith("hub.tag=")).removeprefix("hub.tag=step-"))
+            return FakeProcess(int(calls[-1]), log, statuses or {})
+
+        monkeypatch.setattr(module, "start_command", start)
+        config = HubConfig(**({"repo_id": "user/tiny", "push_every": 4} | settings))
+        made = HubPushes(config, tmp_path, None, lines.append)
+        made.lines, made.calls = lines, calls
+        return made
 
     return make
-
-
-def calls() -> list[str]:
-    return [line.split()[0] for line in Path("calls").read_text().splitlines()]
-
-
-def wait(made: HubPushes, lines: list[str], count: int) -> None:
-    while len(lines) < count:
-        made.poll()
-        time.sleep(0.02)
 
 
 def idle(beat: str) -> None:
     pass
 
 
+def steps(made: HubPushes) -> list[int]:
+    return [int(call) for call in made.calls]
+
+
 def test_one_after_another_and_only_once(pushes) -> None:
-    Path("gate").touch()
-    made, lines = pushes()
+    made = pushes()
     for step in (4, 8):
         made.add(step)
+    assert steps(made) == [4]  # one at a time
+    made.finish(idle)
+    made.add(8)
+    assert steps(made) == [4, 8]
+    assert made.lines[1:] == ["step 4: pushed to user/tiny", "step 8: pushed to user/tiny"]
+
+
+def test_a_failed_push_is_repeated_first(pushes) -> None:
+    """With the next export, so that the newest arrives last."""
+    made = pushes({4: [1]})
+    made.add(4)
     made.poll()
-    assert not lines
-    Path("gate").unlink()
-    wait(made, lines, 2)
+    assert made.lines == ["step 4: NOT PUSHED, rejected by the Hub"]
     made.add(8)
     made.finish(idle)
-    assert lines == ["step 4: pushed to user/tiny", "step 8: pushed to user/tiny"]
-    assert calls() == ["step-0000004", "step-0000008"]
-    assert Path("calls").read_text().split()[1:3] == ["user/tiny", "step-0000004"]
+    assert steps(made) == [4, 4, 8]
 
 
-def test_what_fails_is_tried_again_at_the_next_push(pushes) -> None:
-    Path("step-0000004").write_text("1")
-    made, lines = pushes()
-    made.add(4)
-    wait(made, lines, 1)
-    assert lines == ["step 4: NOT PUSHED, said the Hub"]
-    made.add(8)
-    wait(made, lines, 3)
-    assert calls() == ["step-0000004", "step-0000004", "step-0000008"]  # so the newest stays the last
-
-
-def test_a_push_that_cannot_succeed_keeps_no_other_back(pushes) -> None:
-    Path("step-0000004").write_text("2")
-    made, lines = pushes()
+@pytest.mark.parametrize(
+    ("statuses", "expected", "left"),
+    [({4: [2]}, [4, 8], False), ({4: [1, 1]}, [4, 4], True), ({4: [None]}, [4], True)],
+    ids=["cannot succeed", "no network", "hangs"],
+)
+def test_the_end_of_a_run(pushes, statuses: dict, expected: list[int], left: bool, tmp_path: Path) -> None:
+    made = pushes(statuses, timeout=0.1)
     made.add(4)
     made.add(8)
     made.finish(idle)
-    assert lines[1:] == ["step 4: NOT PUSHED, said the Hub", "step 8: pushed to user/tiny"]
+    assert steps(made) == expected
+    assert (made.lines[-1] == "step 8: pushed to user/tiny") is not left
+    if left:
+        assert "not on the Hub: step 4, 8" in made.lines[-1] and not (tmp_path / "pushes.jsonl").exists()
 
 
-def test_the_end_waits_and_tries_once_more(pushes) -> None:
-    Path("step-0000004").write_text("1 1 1")
-    made, lines = pushes()
+def test_a_full_disk_is_a_line(pushes, tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()  # no log can be written
+    made = pushes()
     made.add(4)
     made.finish(idle)
-    assert len(calls()) == 2 and "not on the Hub: step 4;" in lines[-1]
-
-
-def test_the_end_does_not_wait_forever(pushes) -> None:
-    Path("gate").touch()
-    made, lines = pushes(timeout=0.1)
-    made.add(4)
-    started = time.monotonic()
-    made.finish(idle)
-    assert time.monotonic() - started < 10 and "waiting up to 0.1 s" in lines[0]
-    assert "not on the Hub: step 4;" in lines[1] and not Path("pushes.jsonl").exists()
-
-
-def test_a_full_disk_is_a_line(pushes) -> None:
-    Path("logs").touch()  # no folder, so that no log can be written
-    made, lines = pushes()
-    made.add(4)
-    made.finish(idle)
-    assert "NOT PUSHED" in lines[0] and "not on the Hub" in lines[-1]
+    assert "NOT PUSHED" in made.lines[0] and "not on the Hub" in made.lines[-1]
 
 
 @pytest.mark.parametrize(
     ("recorded", "step", "pushed"),
     [
-        ([], 0, []),  # a fresh run in an old folder
+        ([], 0, []),  # a new run in an old folder
         ([], 9, [4, 8]),
         ([4], 9, [8]),
+        ([8], 9, []),  # step 4 would replace step 8
         ([4, 8, 12], 8, []),
-        ([4, 8, 12], 12, []),
         ([4, 8], 7, []),  # step 8 is trained again
     ],
 )
-def test_a_restart_takes_up_what_is_left(pushes, recorded: list[int], step: int, pushed: list[int]) -> None:
-    for exported in (4, 6, 8, 12):  # 6 is no push's
-        Path(f"hf/step-{exported:07d}").mkdir(parents=True)
-    others = [{"step": 4, "repo_id": "user/other"}]
-    records = others + [{"step": done, "repo_id": "user/tiny"} for done in recorded]
-    Path("pushes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    made, lines = pushes()
+def test_a_restart_pushes_the_rest(
+    pushes, recorded: list[int], step: int, pushed: list[int], tmp_path: Path
+) -> None:
+    for exported in (4, 6, 8, 12):  # no push is due at step 6
+        (tmp_path / f"hf/step-{exported:07d}").mkdir(parents=True)
+    records = [{"step": 4, "repo_id": "user/other"}]
+    records += [{"step": done, "repo_id": "user/tiny"} for done in recorded]
+    (tmp_path / "pushes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made = pushes()
     made.resume(step)
     made.finish(idle)
-    assert [line for line in lines if "waiting" not in line] == [
-        f"step {s}: pushed to user/tiny" for s in pushed
-    ]
+    assert steps(made) == pushed
     if step == 7:
-        made.add(8)  # its record is of the weights before
+        made.add(8)  # the record is of the weights before
         made.finish(idle)
-        assert lines[-1] == "step 8: pushed to user/tiny"
+        assert made.lines[-1] == "step 8: pushed to user/tiny"
 
 
 def test_only_the_last_export(pushes) -> None:
-    Path("hf/step-0000004").mkdir(parents=True)
-    for _ in range(2):  # the second one finds the record of the first
-        made, lines = pushes(push_every=0)
+    for expected in ([12], []):  # the second run reads the record of the first
+        made = pushes(push_every=0)
         made.resume(12)
         made.add(12)
         made.finish(idle)
-    assert calls() == ["step-0000012"] and not lines
+        assert steps(made) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,19 +156,18 @@ def test_only_the_last_export(pushes) -> None:
         ({"repo_id": "user/tiny", "push_every": 4}, 0),
         ({"repo_id": "a/b/c"}, 1),
         ({"push_every": 4}, 1),
-        ({"repo_id": "../x", "push_every": -1, "dtype": "bf16", "timeout": -1.0}, 4),
+        ({"repo_id": "../x", "push_every": -1, "dtype": "bf16", "timeout": -1.0}, 3),
     ],
 )
 def test_settings(settings: dict, errors: int) -> None:
-    assert len(list(HubConfig(**settings).errors())) == errors
+    assert len(list(find_errors(HubConfig(**settings)))) == errors
 
 
 @pytest.mark.long
 def test_a_run_pushes_its_exports(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    documents = [
-        json.dumps({"id": str(i), "text": f"the gate of state {i} forgets a key " * 5}) for i in range(99)
-    ]
+    text = "the gate of state {} forgets a key " * 5
+    documents = [json.dumps({"id": str(i), "text": text.format(i)}) for i in range(99)]
     (tmp_path / "corpus/documents.jsonl").write_text("\n".join(documents) + "\n")
     size = ["vocab_size=320", "hidden_size=32", "num_hidden_layers=1", "num_heads=1", "head_dim=16"]
     trainer = [
@@ -210,22 +194,23 @@ def test_a_run_pushes_its_exports(tmp_path: Path) -> None:
         return done.returncode, done.stdout + done.stderr
 
     with running_hub() as hub:
-        hub.fail("repos/create", 401)
-        code, said = train()
-        assert code == 2 and "the Hub refuses" in said and not (tmp_path / "run").exists()
-        hub.fail("commit/main", 403)
-        code, said = train()
-        assert code == 0 and "step 4: NOT PUSHED, the Hub refused" in said
+        hub.faults["repos/create"] = 401
+        code, output = train()
+        assert code == 2 and "the Hub rejects" in output and not (tmp_path / "run").exists()
+        hub.faults["commit/main"] = 403
+        code, output = train()
+        assert code == 0 and "step 4: NOT PUSHED, cannot push" in output
         repo = hub.repos["user/tiny"]
         assert repo.tags == {"step-0000004": 1, "step-0000008": 2} and repo.branches == {"main": 2}
-        before = len(hub.requests)
-        (tmp_path / "run/pushes.jsonl").unlink()  # as if a kill came between upload and record
-        code, said = train()
-        assert code == 0 and "is complete" in said and "step 8: pushed" in said
-        assert len(repo.commits) == 3 and not any("preupload" in r for r in hub.requests[before:])
+        (tmp_path / "run/pushes.jsonl").write_text(
+            json.dumps({"step": 4, "repo_id": "user/tiny"}) + "\n"  # as if a kill came before the last record
+        )
+        code, output = train()
+        assert code == 0 and "is complete" in output and "step 8: pushed" in output
+        assert len(repo.commits) == 3
     files = repo.files()
-    own = {"loss.png", "tokenizer.json", "generation_config.json", "training.json", "README.md"}
-    assert own | {"config.json", "model.safetensors", "checksums.json"} <= files.keys()
+    expected = {"loss.png", "tokenizer.json", "generation_config.json", "training.json", "README.md"}
+    assert expected | {"config.json", "model.safetensors", "checksums.json"} <= files.keys()
     assert json.loads(files["config.json"])["dtype"] == "bfloat16"
     assert b"license: apache-2.0" in files["README.md"] and b"validation perplexity" in files["README.md"]
     written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.hub import export_model, load_model
+from fla_train.hub.export import export_model
+from fla_train.hub.load import load_model
 
 CODE = """
 import os
@@ -49,7 +50,7 @@ def foreign(tokenizer, marker: Path, tmp_path: Path) -> Path:
 
 
 def test_a_models_code_does_not_run_unasked(foreign: Path, marker: Path) -> None:
-    with pytest.raises(ValueError, match=r"foreign needs Python code .*trust_remote_code=true"):
+    with pytest.raises(ValueError, match=r"foreign needs its own Python code.*trust_remote_code=true"):
         load_model(foreign)
     assert not marker.exists()
 

@@ -1,6 +1,7 @@
-"""`transformers serve` runs an export by its Python files, and the `openai` client talks to it."""
+"""`transformers serve` runs an export by the script of docs/exports.md, for the `openai` client."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_train.hub import export_model
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.hub.export import export_model
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -41,7 +43,9 @@ def client(model, tokenizer, tmp_path: Path) -> Iterator["openai.OpenAI"]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    page = (Path(__file__).parents[2] / "docs/exports.md").read_text()
+    (tmp_path / "serve.py").write_text(re.search(r"```python\n(# serve.py.*?)```", page, re.S)[1])
+    command = [sys.executable, tmp_path / "serve.py", "serve", str(folder)]
     options = ["--trust-remote-code", "--device", "cpu", "--port", str(port)]
     offline = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     log = tmp_path / "log"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_models import small_config
 
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 
 @pytest.fixture

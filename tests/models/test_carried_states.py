@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 LINEAR = ["delta_net", "gated_delta_product", "without_conv"]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

@@ -14,15 +14,18 @@ from small_models import small_config
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-from fla_train.hub import CardInfo, export_model, load_model
+from fla_train.hub.card import CardInfo
+from fla_train.hub.export import export_model
+from fla_train.hub.load import load_model
 from fla_train.kernels.delta_product import delta_product
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.models.context import SequenceContext
 from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.mixers import DeltaProductMixer, Mixer
 from fla_train.models.mixers.contract import contract_checks, difference
 from fla_train.models.mixers.registry import runs_operator
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import OptimizerConfig
 from fla_train.training.optimizer import build_optimizer
 

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.flops import flops_per_token
 from fla_train.models.mixers import attention as module
 from fla_train.models.mixers.attention import attention
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 LENGTH, WINDOW, DOCUMENTS = 37, 6, (9, 0, 1, 27)
 KINDS = {"full_attention": None, "sliding_attention": WINDOW}

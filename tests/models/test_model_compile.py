@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_models import small_config
 
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

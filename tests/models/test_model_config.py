@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.cli.app import compose
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM, build_config, model_schema
+from fla_train.models import DeltaProductConfig, build_config, model_schema
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.flops import count_parameters, flops_per_token, training_memory_bytes
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 
 class NewStorages(TorchDispatchMode):
@@ -45,7 +46,7 @@ def test_auto_classes_build_a_model_of_a_config():
     """In a process that has imported no more than the package and an Auto class."""
     sizes = "vocab_size=97, hidden_size=16, num_hidden_layers=1, num_heads=1, head_dim=16"
     lines = [
-        "import fla_train.models",
+        "import fla_train.models.auto",
         "from transformers import AutoModelForCausalLM",
         "from fla_train.models import DeltaProductConfig",
         f"print(type(AutoModelForCausalLM.from_config(DeltaProductConfig({sizes}))).__name__)",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
-from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.context import SequenceContext
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 ON_DISK = ("model.layers.1", "model.norm", "lm_head")
 HALF = {"model.embeddings": "cpu", "model.layers.0": "cpu"} | dict.fromkeys(ON_DISK, "disk")

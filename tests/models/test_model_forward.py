@@ -11,8 +11,9 @@ from torch.nn.utils import parameters_to_vector
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
 from fla_train.models.activation_checkpointing import checkpoint_activations
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache, Mamba2Config, StaticCache
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.hub import export_model
+from fla_train.hub.export import export_model
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
 

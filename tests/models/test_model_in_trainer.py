@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from small_models import small_config
 from transformers import ByT5Tokenizer, EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 
-from fla_train.models import DeltaProductForSequenceClassification
+from fla_train.models.modeling import DeltaProductForSequenceClassification
 
 SIZE = 16
 

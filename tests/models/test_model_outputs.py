@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from small_models import every_variant, small_config
 from transformers import AutoModelForSequenceClassification, DataCollatorWithFlattening
 
-from fla_train.models import DeltaProductForTokenClassification
+from fla_train.models.modeling import DeltaProductForTokenClassification
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LENGTHS = [8, 1, 13]

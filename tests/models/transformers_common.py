@@ -12,15 +12,15 @@ from tests.test_configuration_common import ConfigTester
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.models.auto import modeling_auto
 
-from fla_train.models import (
-    DeltaProductConfig,
+from fla_train.models import DeltaProductConfig
+from fla_train.models.cache import CountingLayer
+from fla_train.models.modeling import (
     DeltaProductForCausalLM,
     DeltaProductForQuestionAnswering,
     DeltaProductForSequenceClassification,
     DeltaProductForTokenClassification,
     DeltaProductModel,
 )
-from fla_train.models.cache import CountingLayer
 
 # The mixins tell by these tables of class names what kind of labels a model takes.
 for task, model_class in {

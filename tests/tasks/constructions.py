@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.tasks import make_group
 
 BETA_LOGITS = {2: 1e3, 1: 0.0, 0: -1e3}  # 2 sigmoid(logit)

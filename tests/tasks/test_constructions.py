@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.tasks import GroupWords, Tally
 from tests.tasks.constructions import cyclic, symmetric, two_layers
 

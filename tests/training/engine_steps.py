@@ -15,7 +15,8 @@ from deepspeed import DeepSpeedEngine
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import Batch, BatchSampler
-from fla_train.models import DeltaProductForCausalLM, build_config
+from fla_train.models import build_config
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import Batch, pack
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, validate
 from fla_train.training.process_group import join, split_ranks

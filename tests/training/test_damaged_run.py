@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.hub import find_export_damage
+from fla_train.hub.checksums import find_export_damage
 from fla_train.training.config import TrainConfig
 from fla_train.utils.records import read_metrics
 

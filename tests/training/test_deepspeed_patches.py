@@ -75,7 +75,8 @@ def test_it_hooks_every_gradient(make_config: Callable[..., TrainConfig], warm_r
 
 def hooks_and_parameters(config: TrainConfig) -> tuple[int, int]:
     """On a rank: hooks that DeepSpeed has put on gradients (ours removed them), and parameters."""
-    from fla_train.models import DeltaProductForCausalLM, build_config
+    from fla_train.models import build_config
+    from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine
 
     engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
@@ -93,7 +94,8 @@ def test_its_hooks_reduce_in_fp32_under_autocast_whatever_the_config_says(
 
 def dtypes_of_the_hooks(config: TrainConfig, patched: bool) -> tuple[torch.dtype, torch.dtype]:
     """On a rank: the dtype in which hooks reduce the first parameter's gradient, and that of the config."""
-    from fla_train.models import DeltaProductForCausalLM, build_config
+    from fla_train.models import build_config
+    from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine
 
     with pytest.MonkeyPatch.context() as patches:
@@ -114,7 +116,8 @@ def test_it_keeps_a_copy_of_weights_that_are_fp32_already(
 
 def masters_are_weights(config: TrainConfig, patched: bool) -> bool:
     """On a rank: whether the masters, and what the parameters are linked to, lie in the weights' memory."""
-    from fla_train.models import DeltaProductForCausalLM, build_config
+    from fla_train.models import build_config
+    from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine
 
     with pytest.MonkeyPatch.context() as patches:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fla_train.data.sampler import Batch, pack
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.evaluator import Evaluation, bucket_names, evaluate, weighted
 from tests.models.small_models import small_config
 

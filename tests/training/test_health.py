@@ -14,7 +14,8 @@ import torch
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.data.prepare import prepare
-from fla_train.models import DeltaProductConfig, DeltaProductForCausalLM
+from fla_train.models import DeltaProductConfig
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training import metrics, worker
 from fla_train.training import trainer as trainer_module
 from fla_train.training.config import TrainConfig, resolve, with_warmup

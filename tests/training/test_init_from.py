@@ -12,8 +12,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.hub import load_model
 from fla_train.hub.convert import convert_export
+from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig
 from fla_train.training.launch import launch
 from fla_train.training.model import architecture, build_model, check_initial_weights

@@ -20,8 +20,8 @@ from fla_train.cli.app import compose
 from fla_train.data.dataset import permute
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, BatchSampler
-from fla_train.models import DeltaProductForCausalLM
 from fla_train.models.cache import cache_for
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, to_config, validate
 from fla_train.training.initial_states import InitialStates

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.training.config import OptimizerConfig
 from fla_train.training.optimizer import FlatAdamW, build_optimizer, parameter_groups

@@ -18,8 +18,8 @@ from fla_train.cli.base import with_base
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.run import evaluate
-from fla_train.hub import copy_export, load_model
-from fla_train.hub.load import load_weights
+from fla_train.hub.export import copy_export
+from fla_train.hub.load import load_model, load_weights
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml, validate
 from fla_train.training.launch import launch
 from fla_train.utils.records import read_metrics

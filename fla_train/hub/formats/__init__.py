@@ -1,14 +1,14 @@
-"""Checkpoint formats of other libraries: the table of modules that translate them to ours and back.
+"""Table of the modules that translate checkpoint formats of other libraries.
 
 Each module has
 
-    MODEL_TYPES                   the model types of config.json that it reads
-    PACKAGE                       the Python package whose import registers these types
-    to_ours(content, state)       from their config.json and state dict to a `DeltaProductConfig` and ours
-    from_ours(config, state)      the way back
+    MODEL_TYPES                   the model types in config.json that it reads
+    PACKAGE                       the Python package that registers these types when it is imported
+    to_ours(content, state)       their config.json and state dict -> `DeltaProductConfig` and our state dict
+    from_ours(config, state)      the inverse
 
-Both functions are pure and work on a part of a state dict, also on an empty one. They raise `FormatError` for
-settings without a counterpart.
+Both functions are pure and accept any subset of a state dict. They raise `FormatError` for settings without a
+counterpart.
 """
 
 from types import ModuleType
@@ -16,15 +16,13 @@ from types import ModuleType
 from fla_train.hub.formats import fla, olmo_hybrid
 from fla_train.models.configuration import DeltaProductConfig
 
-OURS = "hf"  # the name of our format: folders that transformers loads as `DeltaProductForCausalLM`
-FORMATS: dict[str, ModuleType] = {
-    "fla": fla,
-    "olmo_hybrid": olmo_hybrid,
-}  # by the name that `fla-export format=` takes
+OURS = "hf"  # folders that transformers loads as `DeltaProductForCausalLM`
+# Keys are the values of `fla-export format=`.
+FORMATS: dict[str, ModuleType] = {"fla": fla, "olmo_hybrid": olmo_hybrid}
 
 
 def format_name(model_type: str | None) -> str | None:
-    """The name of the format whose model type this is; None: of no model that can be translated."""
+    """Return the format of a model type; None if it cannot be translated."""
     if model_type == DeltaProductConfig.model_type:
         return OURS
     return next((name for name, module in FORMATS.items() if model_type in module.MODEL_TYPES), None)

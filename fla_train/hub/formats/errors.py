@@ -1,8 +1,8 @@
-"""`FormatError`: a setting of one format that the other cannot express."""
+"""Error for a setting of one format that the other cannot express."""
 
 
 class FormatError(ValueError):
-    """The message, one line, names every such setting and why it has no counterpart."""
+    """Lists all such settings with the reasons."""
 
 
 def refuse(errors: list[str], from_format: str, to_format: str) -> None:

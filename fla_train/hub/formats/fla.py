@@ -1,7 +1,7 @@
-"""flash-linear-attention's format: `delta_net`, `gated_deltanet`, `gated_deltaproduct`, hybrids included.
+"""Translate flash-linear-attention's `delta_net`, `gated_deltanet` and `gated_deltaproduct`, with hybrids.
 
 State dicts have equal names, shapes and row orders, so only configs are translated. Names and defaults of the
-fields are those of flash-linear-attention 0.6.0. docs/exports.md has them as a table.
+fields follow flash-linear-attention 0.6.0. docs/exports.md has a table of them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ LIBRARY = "flash-linear-attention"
 
 
 class ModelType(NamedTuple):
-    """A model type of flash-linear-attention: class, fields beside `COMMON`, our settings that it implies."""
+    """Class of a model type, defaults of fields other than `COMMON`, and our settings that it implies."""
 
     architecture: str
     defaults: dict[str, Any]
@@ -50,7 +50,7 @@ COMMON = {  # defaults of the fields that all types have
 }
 HEADS = {"num_hidden_layers": 21, "num_heads": 6, "head_dim": 256, "expand_v": 2.0}
 GATES = {"use_output_gate": True, "use_forget_gate": False}
-TYPES = {  # a model of ours becomes the first that implies what it is; the last one implies nothing
+TYPES = {  # our models become the first type whose implied values match; the last type implies nothing
     "delta_net": ModelType(
         "DeltaNetForCausalLM",
         {"num_hidden_layers": 24, "num_heads": 16, "use_gate": False},
@@ -65,9 +65,9 @@ TYPES = {  # a model of ours becomes the first that implies what it is; the last
         "GatedDeltaProductForCausalLM", {**HEADS, **GATES, "num_householder": 1}, {}
     ),
 }
-RENAMED = {"use_gate": "use_output_gate"}  # the other fields are called as ours
+RENAMED = {"use_gate": "use_output_gate"}  # theirs: ours; all other fields have equal names
 MODEL_TYPES = tuple(TYPES)
-# Their settings that we lack: the values that make no difference, and what ours does
+# Their settings that we lack: the values that match our models, and how our models behave
 ONLY = {
     "hidden_act": (("swish", "silu"), "the MLP is a SwiGLU"),
     "use_beta": ((True,), "beta is always learned"),
@@ -81,34 +81,34 @@ ONLY = {
 def to_ours(
     content: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[DeltaProductConfig, dict[str, Tensor]]:
-    """Our config and state dict of a model of flash-linear-attention.
+    """Return our config and state dict of a model of flash-linear-attention.
 
-    A field that flash-linear-attention 0.6.0 does not know is ignored, as it does; so are fields that choose
-    kernels (`attn_mode`, `fuse_*`), and `use_l2warp`, a term of the training loss.
+    Ignored are fields that flash-linear-attention 0.6.0 ignores, fields that choose kernels (`attn_mode`,
+    `fuse_*`), and `use_l2warp`, a term of the training loss.
 
     Args:
         content: of config.json; absent fields have the type's defaults.
-        state: any part of the state dict.
+        state: any subset of the state dict.
 
     Raises:
-        FormatError: naming each setting without a counterpart.
-        ValueError: settings that do not fit together.
+        FormatError: with each setting that has no counterpart.
+        ValueError: settings contradict each other.
     """
     model_type = TYPES[content["model_type"]]
     defaults = COMMON | model_type.defaults
-    given = {**defaults, **content}
+    fields = {**defaults, **content}
     errors = [
-        f"{name}={given[name]!r} (here {ours})"
+        f"{name}={fields[name]!r} (here {ours})"
         for name, (values, ours) in ONLY.items()
-        if name in given and given[name] not in values
+        if name in fields and fields[name] not in values
     ]
-    attention = _attention_to_ours(given, errors)
+    attention = _attention_to_ours(fields, errors)
     refuse(errors, f"{LIBRARY}'s {content['model_type']}", "a model of this package")
 
-    settings = {RENAMED.get(name, name): given[name] for name in defaults}
+    settings = {RENAMED.get(name, name): fields[name] for name in defaults}
     if "head_dim" not in defaults:
-        expansions = (given.get(name, 1.0) for name in ("expand_k", "expand_v"))
-        k, v = (round(given["hidden_size"] * each) // given["num_heads"] for each in expansions)
+        expansions = (fields.get(name, 1.0) for name in ("expand_k", "expand_v"))
+        k, v = (round(fields["hidden_size"] * each) // fields["num_heads"] for each in expansions)
         settings |= {"head_dim": k, "expand_v": expansion(v, k)}
     settings["hidden_ratio"] = settings["hidden_ratio"] or COMMON["hidden_ratio"]
     settings["dtype"] = content.get("dtype", content.get("torch_dtype"))
@@ -120,15 +120,15 @@ def to_ours(
 def from_ours(
     config: DeltaProductConfig, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content of config.json and the state dict with which flash-linear-attention runs a model of ours.
+    """Return config.json and the state dict with which flash-linear-attention runs our model.
 
     Raises:
-        FormatError: naming each setting without a counterpart.
+        FormatError: with each setting that has no counterpart.
     """
     name, model_type = next(
-        (name, kind)
-        for name, kind in TYPES.items()
-        if all(getattr(config, field) == value for field, value in kind.implied.items())
+        (name, model_type)
+        for name, model_type in TYPES.items()
+        if all(getattr(config, field) == value for field, value in model_type.implied.items())
     )
     fields = {field: getattr(config, RENAMED.get(field, field)) for field in COMMON | model_type.defaults}
     if "head_dim" in fields:
@@ -137,13 +137,13 @@ def from_ours(
         sizes = {"expand_k": config.head_dim, "expand_v": config.head_v_dim}
         fields |= {field: config.num_heads * size / config.hidden_size for field, size in sizes.items()}
 
-    said = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
-    said |= {*MACHINE_KEYS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
-    said |= {"residual_in_fp32", *INITIALIZATION_KEYS}  # no effect on trained weights
+    covered = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
+    covered |= {*MACHINE_KEYS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
+    covered |= {"residual_in_fp32", *INITIALIZATION_KEYS}  # no effect on trained weights
     errors = [
-        f"{field}={value!r} (it has no such setting)"
-        for field, described in config_fields().items()
-        if field not in said and (value := getattr(config, field)) != described.default
+        f"{name}={value!r} (it has no such setting)"
+        for name, field in config_fields().items()
+        if name not in covered and (value := getattr(config, name)) != field.default
     ]
     if config.hidden_act not in ONLY["hidden_act"][0]:
         errors.append(f"hidden_act={config.hidden_act!r} (its MLP is a SwiGLU)")
@@ -162,34 +162,34 @@ def from_ours(
 
 
 def _attention_to_ours(content: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """Our fields of attention layers, none without such layers; appends what we lack to `errors`."""
+    """Return our fields of attention layers, empty without any. Append unsupported ones to `errors`."""
     attn = content.get("attn") or []
     specs = [{"rope_theta": 10000.0, **spec} for spec in ([attn] if isinstance(attn, Mapping) else attn)]
     if not specs:
         return {}
-    settings, kinds = {}, dict.fromkeys(range(content["num_hidden_layers"]), "linear_attention")
+    settings, types = {}, dict.fromkeys(range(content["num_hidden_layers"]), "linear_attention")
     for spec in specs:
         errors += [f"attn.{name} is missing" for name in ("layers", "num_heads") if spec.get(name) is None]
         spec["num_kv_heads"] = spec.get("num_kv_heads") or spec.get("num_heads")
         if spec.get("qkv_bias"):
             errors.append("attn.qkv_bias=True (here projections have no bias)")
-        kind = "full_attention" if spec.get("window_size") is None else "sliding_attention"
-        kinds |= dict.fromkeys(spec.get("layers", ()), kind)
-    if outside := kinds.keys() - range(content["num_hidden_layers"]):
+        attention = "full_attention" if spec.get("window_size") is None else "sliding_attention"
+        types |= dict.fromkeys(spec.get("layers", ()), attention)
+    if outside := types.keys() - range(content["num_hidden_layers"]):
         errors.append(f"attn.layers={sorted(outside)} (num_hidden_layers={content['num_hidden_layers']})")
     for name, ours in ATTN_KEYS.items():
         values = {spec.get(name) for spec in specs} - {None}
         settings[ours] = max(values, default=None)
         if len(values) > 1:
             errors.append(f"attn.{name}={sorted(values)} (here equal in all layers that have it)")
-    return settings | {"layer_types": list(kinds.values())}
+    return settings | {"layer_types": list(types.values())}
 
 
 def _attention_from_ours(config: DeltaProductConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
-    """Its `attn`: a mapping for one kind of attention layers, a list of them for two, None for none."""
+    """Return `attn`: a mapping for one type of attention layers, a list for two, None without such layers."""
     shared = {name: getattr(config, ours) for name, ours in ATTN_KEYS.items()} | {"qkv_bias": False}
     specs = []
-    for kind, window in (("full_attention", None), ("sliding_attention", config.sliding_window)):
-        if layers := [i for i, each in enumerate(config.layer_types) if each == kind]:
+    for attention, window in (("full_attention", None), ("sliding_attention", config.sliding_window)):
+        if layers := [i for i, layer in enumerate(config.layer_types) if layer == attention]:
             specs.append({"layers": layers, **shared, "window_size": window})
     return specs[0] if len(specs) == 1 else specs or None

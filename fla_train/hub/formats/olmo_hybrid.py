@@ -1,11 +1,11 @@
-"""transformers' `olmo_hybrid` (OLMo Hybrid, arXiv 2604.03444): its configs and weights as ours, and back.
+"""Translate configs and weights of transformers' `olmo_hybrid` (OLMo Hybrid, arXiv 2604.03444).
 
 Its linear layers are our Gated DeltaNet with an output gate. Its attention layers are ours with RMSNorm on q
-and k (`use_qk_norm`) and on outputs (`norm_after`), with rotary positions or without. docs/exports.md has the
-settings as a table.
+and k (`use_qk_norm`) and on outputs (`norm_after`), with or without rotary positions. docs/exports.md has a
+table of the settings.
 
-Weights are written under the names that both transformers and vLLM read. Read are also those that
-transformers gives them when it saves a model, and those of its modules.
+Weights are written under the names that both transformers and vLLM read. The names in files that transformers
+saves, and those of its modules, are also read.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ RENAMED = {  # ours: theirs
     "conv_size": "linear_conv_kernel_dim",
     "allow_neg_eigval": "linear_allow_neg_eigval",
 }
-IMPLIED = {  # our settings that the class stands for
+IMPLIED = {  # values of our settings that every model of the class has
     "num_householder": 1,
     "use_forget_gate": True,
     "use_output_gate": True,
@@ -45,7 +45,7 @@ IMPLIED = {  # our settings that the class stands for
     "norm_after": True,
     "mixer": None,
 }
-MODULES = {  # modules of a block by the kind of its layer, ours: theirs
+MODULES = {  # modules of a block by its layer type, ours: theirs
     "linear_attention": {
         "attn": "linear_attn",
         "attn_norm": "input_layernorm",
@@ -57,7 +57,7 @@ MODULES = {  # modules of a block by the kind of its layer, ours: theirs
         "mlp_norm": "post_feedforward_layernorm",
     },
 }
-SAVED = {  # theirs, in files that `save_pretrained` of transformers writes
+SAVED = {  # their names in files that transformers' `save_pretrained` writes: names of their modules
     "attention_layer_norm": "input_layernorm",
     "feedforward_layer_norm": "post_attention_layernorm",
 }
@@ -66,27 +66,27 @@ SAVED = {  # theirs, in files that `save_pretrained` of transformers writes
 def to_ours(
     content: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[DeltaProductConfig, dict[str, Tensor]]:
-    """Our config and state dict of an OLMo Hybrid; fields that choose initial weights are ignored.
+    """Return our config and state dict of an OLMo Hybrid. Fields for initial weights are ignored.
 
     Args:
         content: of config.json; absent fields have the class's defaults.
-        state: any part of the state dict.
+        state: any subset of the state dict.
 
     Raises:
-        FormatError: naming each setting without a counterpart.
-        ValueError: settings that do not fit together.
+        FormatError: with each setting that has no counterpart.
+        ValueError: settings contradict each other.
     """
     theirs = config_class(MODEL_TYPES[0]).from_dict(dict(content))
     rope = theirs.rope_parameters
     head_dim = theirs.hidden_size // theirs.num_attention_heads
-    only = {  # their settings that we lack: the value that makes no difference
+    fixed = {  # settings that we lack: their value and the one that matches our model
         "attention_bias": (theirs.attention_bias, False),
         "attention_dropout": (theirs.attention_dropout, 0.0),
         "hidden_act": (theirs.hidden_act, "silu"),
         "head_dim": (getattr(theirs, "head_dim", head_dim), head_dim),
         "rope_parameters.rope_type": (rope.get("rope_type", "default"), "default"),
     }
-    errors = [f"{name}={value!r} (here {same!r})" for name, (value, same) in only.items() if value != same]
+    errors = [f"{name}={value!r} (here {same!r})" for name, (value, same) in fixed.items() if value != same]
     refuse(errors, "transformers' olmo_hybrid", "a model of this package")
 
     fields = {name: getattr(theirs, name) for name in SAME_NAME}
@@ -94,43 +94,44 @@ def to_ours(
     expand_v = expansion(theirs.linear_value_head_dim, theirs.linear_key_head_dim)
     config = DeltaProductConfig(**IMPLIED, **fields, expand_v=expand_v, rope_theta=rope.get("rope_theta"))
 
-    modules = {kind: {other: name for name, other in names.items()} for kind, names in MODULES.items()}
+    modules = {layer: {other: name for name, other in names.items()} for layer, names in MODULES.items()}
     for saved, other in SAVED.items():
         state = {name.replace(f".{saved}.", f".{other}."): tensor for name, tensor in state.items()}
     weights = _renamed(state, config.layer_types, modules, ("embed_tokens", "embeddings"))
     for prefix in {name.rpartition(".attn.")[0] for name in weights if name.endswith("conv1d.weight")}:
-        # transformers saves thirds of the fused convolution, whatever the channels of q, k and v.
-        parts = [weights.pop(f"{prefix}.attn.{x}conv1d.weight", None) for x in ("", "q_", "k_", "v_")]
-        fused = torch.cat([part for part in parts if part is not None])
+        # transformers saves equal thirds of the fused convolution, whatever the channels of q, k and v.
+        thirds = [weights.pop(f"{prefix}.attn.{x}conv1d.weight", None) for x in ("", "q_", "k_", "v_")]
+        fused = torch.cat([third for third in thirds if third is not None])
         keys = config.num_heads * config.head_dim
-        parts = fused.split([keys, keys, config.value_heads * config.head_v_dim])
-        weights |= {f"{prefix}.attn.{x}_conv1d.weight": part for x, part in zip("qkv", parts, strict=True)}
+        qkv = fused.split([keys, keys, config.value_heads * config.head_v_dim])
+        weights |= {f"{prefix}.attn.{x}_conv1d.weight": weight for x, weight in zip("qkv", qkv, strict=True)}
     return config, weights
 
 
 def from_ours(
     config: DeltaProductConfig, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content of config.json and the state dict with which transformers' OLMo Hybrid runs our model.
+    """Return config.json and the state dict with which transformers' OLMo Hybrid runs our model.
 
     Raises:
-        FormatError: naming each setting without a counterpart.
+        FormatError: with each setting that has no counterpart.
     """
     ours = {name: getattr(config, name) for name in IMPLIED}
     ours["o_norm_eps"] = config.o_norm_eps or config.norm_eps
     errors = [
-        f"{name}={ours[name]!r} (there {value!r})" for name, value in IMPLIED.items() if ours[name] != value
+        f"{name}={ours[name]!r} (OLMo Hybrid: {value!r})"
+        for name, value in IMPLIED.items()
+        if ours[name] != value
     ]
     if {*config.layer_types} != MODULES.keys():
-        errors.append(
-            f"layer_types has {', '.join(sorted({*config.layer_types}))} (there {' and '.join(MODULES)})"
-        )
+        types = ", ".join(sorted({*config.layer_types}))
+        errors.append(f"layer_types has {types} (OLMo Hybrid: {' and '.join(MODULES)})")
     refuse(errors, "this model", "transformers' olmo_hybrid")
 
     fields = {name: getattr(config, name) for name in SAME_NAME}
     fields |= {other: getattr(config, name) for name, other in RENAMED.items()}
     fields |= {"linear_num_value_heads": config.value_heads, "linear_value_head_dim": config.head_v_dim}
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # no rotary positions without a theta
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # None: no rotary positions
     theirs = config_class(MODEL_TYPES[0])(
         **fields, rope_parameters=rope, architectures=["OlmoHybridForCausalLM"]
     )
@@ -144,7 +145,7 @@ def _renamed(
     modules: Mapping[str, Mapping[str, str]],
     embedding: tuple[str, str],
 ) -> dict[str, Tensor]:
-    """`state` with the embedding renamed, and modules of blocks as `modules` says by the kind of layer."""
+    """Rename the embedding, and the modules of each block according to its layer type."""
     renamed = {}
     for name, tensor in state.items():
         parts = name.replace(*(f"model.{word}." for word in embedding)).split(".")

@@ -1,4 +1,4 @@
-"""Read a checkpoint of another library's format as a model of our family."""
+"""Read a checkpoint of another library's format as a DeltaProduct model."""
 
 from pathlib import Path
 from types import ModuleType
@@ -9,27 +9,27 @@ from huggingface_hub import load_state_dict_from_file, snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
+from fla_train.hub.card import PREFIX
 from fla_train.hub.formats.errors import FormatError
-from fla_train.hub.prefix import PREFIX
-from fla_train.models import DeltaProductForCausalLM
+from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.safe_files import read_json
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there; both may be sharded
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference; both may be sharded
 
 
 def load_translated(
     source: Path | str, translation: ModuleType, dtype: torch.dtype | None = None
 ) -> tuple[DeltaProductForCausalLM, dict[str, Any]]:
-    """The model of the checkpoint `source`, and transformers' report of missing weights.
+    """Return the model of the checkpoint `source`, and transformers' report of missing weights.
 
     Args:
         source: a folder or a Hub name.
         translation: a module of `FORMATS`.
-        dtype: of the weights; None keeps the stored one.
+        dtype: of the weights; None: the stored one.
 
     Raises:
         FormatError: a setting or a weight has no counterpart.
-        ValueError, OSError, RuntimeError: config or weights can't be read, or do not fit together.
+        ValueError, OSError, RuntimeError: config or weights can't be read, or do not match.
     """
     content, _ = PreTrainedConfig.get_config_dict(source)
     folder, weights = _read_weights(source)
@@ -43,7 +43,7 @@ def load_translated(
         state_dict=state,
         dtype=dtype or config.dtype or "auto",
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # named below
+        ignore_mismatched_sizes=True,  # reported below
     )
     if wrong := sorted({*report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])}):
         raise FormatError(f"its weights {', '.join(wrong[:3])} do not fit {type(model).__name__}")
@@ -54,14 +54,15 @@ def load_translated(
 
 
 def _read_weights(source: Path | str) -> tuple[Path, dict[str, Tensor]]:
-    """The folder of the weights, that of a download for a Hub name, and all of them."""
+    """Return the folder of the weights, downloaded for a Hub name, and all tensors."""
     for name in WEIGHT_FILES:
         patterns = [f"{Path(name).stem}*", "generation_config.json"]
         folder = Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=patterns))
         index = folder / f"{name}.index.json"
         files = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else [name]
         if (folder / files[0]).is_file():
-            options = {"map_location": "cpu", "weights_only": True, "safe": False}  # no code of a pickle runs
+            # `safe=False` permits pickles; with `weights_only` they run no code.
+            options = {"map_location": "cpu", "weights_only": True, "safe": False}
             parts = [load_state_dict_from_file(folder / file, **options) for file in files]
             return folder, {key: tensor for part in parts for key, tensor in part.items()}
-    raise OSError(f"neither {' nor '.join(WEIGHT_FILES)} is there")
+    raise OSError(f"no weights: neither {' nor '.join(WEIGHT_FILES)} exists")

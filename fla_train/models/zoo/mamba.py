@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
 from fla_train.kernels.fused_ops import selective_scan
-from fla_train.models.auto import register_models
 from fla_train.models.layers import RMSNorm
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
@@ -151,4 +151,5 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 AUTO_CLASSES = {AutoModelForCausalLM: SignedMambaForCausalLM}
-register_models(SignedMambaConfig, AUTO_CLASSES)
+# Trainer shifts the labels for label smoothing only for the classes in this table.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SignedMambaConfig.model_type] = SignedMambaForCausalLM.__name__

@@ -1,14 +1,18 @@
 """Configuration of Mamba with signed eigenvalues (`mamba` has the model)."""
 
 import math
+from typing import Any
 
-from fla_train.models.auto import LazyModelConfig
+from transformers import PreTrainedConfig
+
+from fla_train.models.configuration import drop_auto_map
 
 
-class SignedMambaConfig(LazyModelConfig):
-    """Sizes of a Mamba; `allow_neg_eigval` takes its transitions from [0, 1] to [-1, 1]."""
+class SignedMambaConfig(PreTrainedConfig):
+    """Sizes of a Mamba; `allow_neg_eigval` extends its transitions from [0, 1] to [-1, 1]."""
 
     model_type = "signed_mamba"
+    auto_map = {}  # noqa: RUF012  as in DeltaProductConfig
 
     vocab_size: int = 32
     hidden_size: int = 128
@@ -19,6 +23,10 @@ class SignedMambaConfig(LazyModelConfig):
     norm_eps: float = 1e-5
     initializer_range: float = 0.02
     allow_neg_eigval: bool = False
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "SignedMambaConfig":
+        return super().from_dict(drop_auto_map(cls, config_dict), **options)
 
     @property
     def inner_size(self) -> int:
