@@ -48,7 +48,7 @@ class Run:
             *("trainer.eval_tokens=512", "trainer.export_every=24", "launch.max_restarts=5"),
             *("launch.device=cpu", "launch.num_processes=2", "optimizer.lr=1e-2"),
         ]
-        self.launcher = subprocess.Popen(["true"])
+        self.launcher: subprocess.Popen | None = None
 
     def start(self) -> None:
         """Start the launcher and wait until there are two checkpoints and new steps."""
@@ -100,7 +100,7 @@ class Run:
 
     def finish(self) -> None:
         """Train to the end with the same command, as a batch system would."""
-        if self.launcher.poll() is not None:
+        if self.launcher is None or self.launcher.poll() is not None:
             self.launcher = self.launch()
         self.wait_for_end(0)
         assert not self.said("Traceback")
