@@ -90,7 +90,7 @@ class Run:
             ended = self.launcher.poll() is not None
             if (ended and not condition()) or time.monotonic() > deadline:
                 pytest.fail(f"{what} did not happen:\n{self.log.read_text()[-3000:]}")
-            time.sleep(0.02)
+            time.sleep(0.002)  # a checkpoint is written in about 10 ms
 
     def wait_for_end(self, status: int) -> None:
         """Wait for the launcher's exit status; its processes must end with it."""
