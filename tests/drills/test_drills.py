@@ -45,7 +45,12 @@ class Run:
             *("trainer.seq_len=32", "trainer.global_batch_tokens=512", "trainer.micro_batch_size=4"),
             *("trainer.check_backend=false", f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=2"),
             *("trainer.keep_checkpoints=0", "trainer.hang_timeout=8", "trainer.eval_every=8"),
-            *("trainer.eval_tokens=512", "trainer.export_every=24", "launch.max_restarts=5"),
+            *(
+                "trainer.log_every=1",
+                "trainer.eval_tokens=512",
+                "trainer.export_every=24",
+                "launch.max_restarts=5",
+            ),
             *("launch.device=cpu", "launch.num_processes=2", "optimizer.lr=1e-2"),
         ]
         self.launcher: subprocess.Popen | None = None
