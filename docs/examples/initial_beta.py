@@ -4,7 +4,8 @@ A problem may need fewer steps than num_householder. Then the others shrink the 
 0 or 2. Here beta = beta_max sigmoid(W_b x + c), with a learnt c for each step and head. It starts at 0 for
 the first `free` steps and at `start` for the others.
 
-    fla-train experiment=state_tracking/s3_cpu model.num_householder=4 model.mixer=initial_beta:InitialBeta
+    fla-train experiment=state_tracking/s3 scale=cpu model.num_householder=4 \\
+        model.mixer=initial_beta:InitialBeta
 """
 
 import torch

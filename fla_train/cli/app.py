@@ -29,6 +29,7 @@ from fla_train.cli.error_pages import with_pages
 from fla_train.cli.help import SCRIPTS, completions, help_text, list_text
 from fla_train.cli.names import flag_error
 from fla_train.cli.overrides import addition_errors, as_written, check_names, one_line, override_errors
+from fla_train.cli.scales import store_sections
 from fla_train.cli.version import add_version
 from fla_train.hub.saved_config import quote
 from fla_train.utils.errors import Interrupted
@@ -112,7 +113,13 @@ def _hydra(configs: ConfigFiles) -> Iterator[Callable[[Sequence[str]], DictConfi
     before, state.hydra = state.hydra, None  # another program's, or that of the command that composes a suite
     try:
         with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
-            yield lambda overrides: hydra.compose(configs.config_name, overrides=[*folder, *overrides])
+
+            def composed(overrides: Sequence[str], scaled: bool = True) -> DictConfig:
+                if scaled:
+                    store_sections(overrides, lambda chosen: composed(chosen, scaled=False))
+                return hydra.compose(configs.config_name, overrides=[*folder, *overrides])
+
+            yield composed
     finally:
         GlobalHydra.instance().hydra = before
 

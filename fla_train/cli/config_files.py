@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from fla_train.cli.scales import SCALES
 from fla_train.hub.saved_config import flat, plain
 
 # What a file is put together from, by its defaults: `- /model/size@_here_: tiny`, `- /experiment/mad/common`.
@@ -48,6 +49,8 @@ class ConfigFiles:
 
     def options(self, group: str) -> list[str]:
         """The options of a group, in folders too (`delta_net/tiny`), without the files that others share."""
+        if group == "scale":
+            return list(SCALES)
         found, shared = set(), []
         for path, text in self._walk(group):
             shared += [f"{part}/" if option else part for part, place, option in PART.findall(text) if place]
@@ -59,7 +62,7 @@ class ConfigFiles:
 
     def has(self, group: str, option: str) -> bool:
         """Whether `group=option` can be composed."""
-        return bool(self._read(f"{group}/{option}"))
+        return option in SCALES if group == "scale" else bool(self._read(f"{group}/{option}"))
 
     def chosen(self, overrides: Iterable[str]) -> dict[str, str | None]:
         """{group: option}: the defaults, what an experiment changes in them, what `overrides` ask for."""

@@ -8,7 +8,7 @@ fails before anything starts. `validate` reports all other errors together.
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -469,10 +469,14 @@ def _package_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def register(root: type[TrainConfig] = TrainConfig) -> None:
-    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys."""
+    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys.
+
+    Experiments also have the key `scales`, which `fla_train.cli.scales` applies and `to_config` drops.
+    """
     OmegaConf.register_new_resolver("product", lambda *numbers: int(math.prod(numbers)), replace=True)
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=root)
+    request = make_dataclass("Request", [("scales", Any, None)], bases=(root,))
+    store.store(name="train_schema", node=request)
     store.store(name="model_schema", node=model_schema())
     zoo = OmegaConf.create({"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None})
     OmegaConf.set_struct(zoo.config, False)  # `model.config.FIELD=...` of fields that the YAML does not name
@@ -492,7 +496,7 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
         if missing := OmegaConf.missing_keys(node):
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
         node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
-    node = dict(node)
+    node = {key: value for key, value in node.items() if key != "scales"}
     if node.get("task") and (
         ignored := [text for text in overrides if text.lstrip("+").startswith(OF_THE_TASK)]
     ):

@@ -44,14 +44,16 @@ def runs(*, paper_steps: bool = False, seeds: Sequence[int] = SEEDS) -> Iterator
     """Yield the name and the overrides of every run: those that the papers' claims rest on come first.
 
     Args:
-        paper_steps: train the papers' recipes instead of their fast variants.
+        paper_steps: train the papers' recipes instead of those with scale=fast.
     """
     rest = []
     for name, table in read_tables().items():
+        scale = table.get("scale", "paper") if paper_steps else table.get("fast_scale", "fast")
         for row, content in table["rows"].items():
             for column, experiment in table["columns"].items() if content["overrides"] is not None else ():
                 overrides = [
-                    f"experiment={experiment}{'' if paper_steps else '_fast'}",
+                    f"experiment={experiment}",
+                    f"scale={scale}",
                     *table.get("column_overrides", {}).get(column, []),
                     *content["overrides"],
                     *content.get("column_overrides", {}).get(column, []),

@@ -93,7 +93,9 @@ def test_a_recipe_brings_its_groups_and_keys(run: Path):
     config = composed(at(run), "experiment=demo")  # which chooses model and data, and not the schedule
     assert (config.data.source, config.model["num_householder"]) == ("stdlib", 2)
     assert (config.trainer.max_steps, config.schedule.name) == (200, "wsd")
-    nested = composed(at(run), "experiment=formal/parity_fast")  # chooses them in a file that it builds on
+    nested = composed(
+        at(run), "experiment=formal/parity", "scale=fast"
+    )  # chooses them in a file that it builds on
     assert nested.task is not None and nested.task.kind == "formal_language"
 
 

@@ -83,7 +83,7 @@ def test_documents_of_a_packed_row_are_kept_apart_or_refused(
 def test_a_task_sets_the_vocabulary_and_a_recipe_width_and_depth(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = ["experiment=state_tracking/s3_cpu", "model=hf/llama/tiny", "logger=none"]
+    recipe = ["experiment=state_tracking/s3", "scale=cpu", "model=hf/llama/tiny", "logger=none"]
     config = with_task_sizes(to_config(compose("train", recipe)))
     model = build_model(config, task_data(config.task, config.seed))
     assert model.get_input_embeddings().weight.shape == (8, 64) and model.config.num_hidden_layers == 1

@@ -28,7 +28,8 @@ RECIPES = sorted(
     if not path.stem.startswith("common")  # no recipes: what others share
 )
 SMALL = [
-    "experiment=state_tracking/s3_cpu",
+    "experiment=state_tracking/s3",
+    "scale=cpu",
     "model.hidden_size=32",
     "model.num_heads=2",
     "task.train.length=6",
@@ -198,7 +199,7 @@ def test_faults(make, overrides: list[str], fault: str) -> None:
     "key", ["trainer.seq_len=64", "++trainer.global_batch_tokens=99", "model.vocab_size=9"]
 )
 def test_what_the_task_decides_is_refused(run_command, key: str) -> None:
-    code, _, line = run_command("fla-train", "experiment=state_tracking/s3_cpu", key, "dry_run=true")
+    code, _, line = run_command("fla-train", "experiment=state_tracking/s3", "scale=cpu", key, "dry_run=true")
     assert code == 2 and key in line
 
 

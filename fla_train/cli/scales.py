@@ -1,0 +1,75 @@
+"""Group `scale`: the sections `scales` of an experiment, applied as options.
+
+    scales:
+      fast:              # scale=fast merges this section into the experiment
+        trainer:
+          max_steps: 2000
+      cpu:
+        from: fast       # merge another section first
+
+Experiments that build on others (`common`) inherit their sections key by key.
+Overrides of the command line win.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+SCALES = ("paper", "fast", "cpu", "long", "long_fast")
+
+# Choosing a scale removes the sections from the config. The option `sections` keeps them for `store_sections`,
+# which makes the options of the group `scales` out of them.
+for _name in SCALES:
+    ConfigStore.instance().store(group="scale", name=_name, node={"scales": None}, package="_global_")
+ConfigStore.instance().store(group="scale", name="sections", node={}, package="_global_")
+
+
+def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> None:
+    """Put the sections of the experiments that `overrides` choose into Hydra's ConfigStore.
+
+    Args:
+        overrides: may sweep `experiment` and `scale`.
+        compose: composes a config with overrides.
+
+    Raises:
+        ValueError: an experiment does not have the scale that is chosen for it.
+    """
+    scales, experiments = _values(overrides, "scale"), _values(overrides, "experiment")
+    for scale in scales - {"paper"} & set(SCALES):
+        if not experiments - {"null"}:
+            raise ValueError(f"scale={scale} changes an experiment: add experiment=NAME")
+        for experiment in experiments:
+            try:
+                sections = compose([f"experiment={experiment}", "scale=sections"]).scales or {}
+            except HydraException:  # composing all overrides names what is wrong
+                continue
+            if scale not in sections:
+                known = ", ".join(name for name in SCALES if name == "paper" or name in sections)
+                raise ValueError(f"scale={scale}: experiment={experiment} has the scales {known}")
+            ConfigStore.instance().store(
+                group=f"scales/{experiment}", name=scale, node=_section(sections, scale), package="_global_"
+            )
+
+
+def _section(sections: DictConfig, name: str) -> dict[str, Any]:
+    section = OmegaConf.to_container(sections[name])  # without resolving ${task.batch_size}
+    base = section.pop("from", None)
+    return OmegaConf.to_container(OmegaConf.merge(_section(sections, base) if base else {}, section))
+
+
+def _values(overrides: Sequence[str], group: str) -> set[str]:
+    """Return the options of a group that overrides choose, several in a sweep."""
+    texts = [text for text in overrides if text.lstrip("+").startswith(f"{group}=")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(texts)
+    except HydraException:  # composing says what is wrong
+        return set()
+    return {
+        str(value)
+        for override in parsed
+        for value in (override.sweep_iterator() if override.is_sweep_override() else [override.value()])
+    }
