@@ -68,12 +68,13 @@ class Run:
             return subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
 
     def ranks(self) -> list[psutil.Process]:
-        found = {}
+        """Return the processes of the ranks, which are known by their log files."""
+        logs = [self.folder / "train.log", self.folder / "logs" / "rank-1.log"]
+        children = {}
         for child in psutil.Process(self.launcher.pid).children():
-            with suppress(psutil.Error):  # a process that ends meanwhile
-                if "fla_train.training.worker" in child.cmdline():
-                    found[int(child.environ()["RANK"])] = child
-        return [found[rank] for rank in sorted(found)]
+            with suppress(OSError):  # a process that ends meanwhile
+                children[Path(f"/proc/{child.pid}/fd/1").readlink()] = child
+        return [children[log] for log in logs if log in children]
 
     def writer(self, rank: int) -> psutil.Process:
         self.wait(lambda: self.ranks()[rank].children(), f"the writer of rank {rank}")
