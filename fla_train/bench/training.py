@@ -21,20 +21,21 @@ from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings, link_bandwidth, step_roofline
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.models.activation_checkpointing import checkpoint_activations
-from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import (
     AUTO,
     LoggerConfig,
     TrainConfig,
     WandbConfig,
     accumulation_steps,
+    records_graph,
     resolve,
     resolve_device,
     validate,
     with_vocabulary,
 )
-from fla_train.training.cuda_graph import CudaGraphPass, records_graph
 from fla_train.training.engine import Outcome, build_engine, train_step
+from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
 from fla_train.training.process_group import split_ranks
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
@@ -132,7 +133,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
     cuda_graph = CudaGraphPass(engine.module, bf16=config.trainer.autocasts) if graph else None
-    bad_steps = BadStepFilter(device, max_grad_norm=config.optimizer.max_grad_norm)
+    bad_steps = BadSteps(device, max_grad_norm=config.optimizer.max_grad_norm)
     mesh = split_ranks(config.launch.context_parallel)
     global_batch = accumulation_steps(config) * trainer.micro_batch_size * mesh.data_world
     plan = BatchSampler(global_batch, trainer.micro_batch_size, mesh.data_rank, mesh.data_world)
@@ -144,7 +145,8 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings, steps: int, thre
             return [to_batch(next(sequences), device, mesh.context) for _ in range(plan.accumulation)]
 
         def step(micro_batches: list[Batch]) -> Outcome:
-            return train_step(engine, micro_batches, config.optimizer.lr, bad_steps, cuda_graph=cuda_graph)
+            features = [] if cuda_graph is None else [CudaGraph(cuda_graph)]
+            return train_step(engine, micro_batches, config.optimizer.lr, bad_steps, features=features)
 
         began = time.perf_counter()
         step(batch()).read()

@@ -1,9 +1,10 @@
 """Base config of a command: that of the run in `run.dir`, or the model that `init_from` names.
 
 It is one more entry of the defaults list in configs/train.yaml. Groups that the command or its experiment
-choose replace the base's sections; single overrides change single keys. The class of a mixer or a task that
-the base names must be named by the command or its configs as well: nobody else's folder chooses what is
-imported. Nor does it choose what is published or evaluated: `PUBLISHING` comes from the command alone.
+choose replace the base's sections; single overrides change single keys. Code that the base names (mixer,
+task, optimizer, schedule, callbacks) must be named by the command or its configs too: a folder does not
+choose what is imported. Nor does it choose what is published or evaluated: `PUBLISHING` comes from the
+command alone.
 """
 
 import shlex
@@ -22,6 +23,7 @@ from omegaconf import OmegaConf
 from fla_train.cli.app import compose
 from fla_train.cli.config_files import ConfigFiles
 from fla_train.hub.saved_config import assign, escaped, flat, kept_tokenizer
+from fla_train.utils.import_class import named_classes
 
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
@@ -59,7 +61,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
-    for key, path in _named_classes(base).items():
+    for key, value in named_classes(base).items():
         if not given.get(key):
             section = key.partition(".")[0] + "."  # whose keys may be those of the base only
             single = [
@@ -67,10 +69,11 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
                 for o in parsed
                 if not o.is_sweep_override() and not o.key_or_group.startswith(section)
             ]
-            if OmegaConf.select(compose("train", single, config_dir=config_dir), key) is None:
+            composed = OmegaConf.to_container(compose("train", single, config_dir=config_dir))
+            if named_classes(composed).get(key) != value:
                 raise ValueError(
-                    f"{run or weights} names the class {path}, and a folder does not choose what is "
-                    f"imported: name it, too: {shlex.quote(assign(key, path))}"
+                    f"{run or weights} names code in {key}, and a folder does not choose what is imported: "
+                    f"name it in the command too: {shlex.quote(assign(key, value))}"
                 )
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
@@ -96,13 +99,6 @@ def _take_publishing(base: dict[str, Any]) -> dict[str, Any]:
             section, _, name = key.rpartition(".")
             found[key] = reduce(dict.__getitem__, section.split("."), base).pop(name)
     return found
-
-
-def _named_classes(base: dict[str, Any]) -> dict[str, str]:
-    """The import paths of classes that a base names, by the key that names them."""
-    mixer = (base.get("model") or {}).get("mixer")
-    kind = (base.get("task") or {}).get("kind", "")
-    return ({"model.mixer": mixer} if mixer else {}) | ({"task.kind": kind} if ":" in kind else {})
 
 
 def check_run_or_start(overrides: Sequence[str]) -> None:

@@ -5,7 +5,7 @@
         manifest.json                       step, tokens, world size, versions; size and sha256 of each file
         state.json                          TrainState
         rng-0.pt rng-1.pt ...               random states, one file per rank
-        states-0.pt ...                     `InitialStates` of each rank, of runs that have them
+        features-0.pt ...                   state of each rank's features and callbacks
         deepspeed/                          weights and the ZeRO-2 partition of each rank
 
 A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on the disk.
@@ -13,8 +13,7 @@ A checkpoint is complete or absent: `async_writer.py` renames the folder once ev
 `manifest.json` is `{"version": 2, "sha256": ..., "content": ...}`, the sha256 being that of the content as
 compact JSON with sorted keys. Version 1 is the content alone, without a checksum of its own. The two share no
 key, so a damaged version 2 is never taken for a version 1. The world size determines the files of a
-checkpoint, but for the states, which all ranks write or none; a manifest that lists any other file, or lacks
-one, is damaged.
+checkpoint; a manifest that lists any other file, or lacks one, is damaged.
 
 This module imports neither torch nor numpy: the async writer's process does without them.
 """
@@ -40,7 +39,7 @@ DEEPSPEED_TAG = "deepspeed"
 MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
 RANDOM_FILE = "rng-{rank}.pt"
-STATES_FILE = "states-{rank}.pt"
+FEATURES_FILE = "features-{rank}.pt"
 # DeepSpeed's names in an optimizer file: a rank's ZeRO-2 state, and in it the fp32 partitions of the weights
 SHARD, MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"
 WRITING = ".writing-"
@@ -56,7 +55,6 @@ class TrainState:
     tokens: int = 0  # the same in tokens
     skipped_steps: int = 0  # steps without an update: loss or gradient not finite, or the loss a spike
     skipped_in_row: int = 0
-    loss_statistics: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of `BadStepFilter`
     wandb_id: str | None = None
     run: str | None = None  # `RunFolder.id`
     config: dict[str, Any] = field(default_factory=dict)  # of the run: key -> value
@@ -78,14 +76,10 @@ def world_size(checkpoint: Path) -> int:
     return read_manifest(checkpoint)["world_size"]
 
 
-def rank_files(rank: int, *, states: bool = False) -> list[str]:
-    """Names of the files that `rank` writes, in a run with or without `InitialStates`.
-
-    The manifest, which rank 0 writes last, is not among them.
-    """
-    own = [OPTIMIZER_FILE.format(rank=rank), RANDOM_FILE.format(rank=rank)]
-    own += [STATES_FILE.format(rank=rank)] if states else []
-    return [STATE, MODEL_FILE, *own] if rank == 0 else own
+def rank_files(rank: int) -> list[str]:
+    """Return the names of the files that `rank` writes, without the manifest, which rank 0 writes last."""
+    files = [name.format(rank=rank) for name in (OPTIMIZER_FILE, RANDOM_FILE, FEATURES_FILE)]
+    return [STATE, MODEL_FILE, *files] if rank == 0 else files
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -142,8 +136,7 @@ def _manifest_error(content: Any) -> str | None:
         return "has versions that are no text"
     if not isinstance(files, dict) or len(files) < ranks:
         return f"has world_size {ranks} and too few files"
-    states = STATES_FILE.format(rank=0) in files
-    expected = {name for rank in range(ranks) for name in rank_files(rank, states=states)}
+    expected = {name for rank in range(ranks) for name in rank_files(rank)}
     for name in sorted(expected - files.keys()):
         return f"lacks {name}, which {ranks} rank(s) write"
     for name in sorted(files.keys() - expected):

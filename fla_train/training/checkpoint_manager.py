@@ -6,7 +6,7 @@ A save copies the rank's state to a `StagingBuffer` in host memory, which its as
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from itertools import count
@@ -20,12 +20,12 @@ from torch import Tensor
 from fla_train.training.async_writer import AsyncWriter, Job
 from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
+    FEATURES_FILE,
     MASTERS,
     OPTIMIZER_FILE,
     RANDOM_FILE,
     SHARD,
     STATE,
-    STATES_FILE,
     WRITING,
     TrainState,
     folder_name,
@@ -115,23 +115,21 @@ class CheckpointManager:
         size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
         self._staging.reserve(size + BESIDES)
 
-    def save(self, state: TrainState, states: dict[str, Any] | None = None) -> float:
+    def save(self, state: TrainState, features: Mapping[str, Any] | None = None) -> float:
         """Start to write a checkpoint of now; returns the seconds training stood still.
 
         It first waits for the end of the save before.
 
         Args:
-            states: what `InitialStates.saved` returns; stays as it is until `finish_copy`.
+            features: this rank's state of each feature by name; its tensors must not change before
+                `finish_copy`.
         """
         begin = time.perf_counter()
         self._wait()
         self._step, self._error, self._agreed, self._reported = state.step, None, False, False
         attempt = f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}"
-        files = self._capture(state)
-        if states is not None:
-            files[STATES_FILE.format(rank=self._rank)] = states
-        expected = set(rank_files(self._rank, states=states is not None))
-        assert files.keys() == expected, f"DeepSpeed saves other files: {sorted(files)}"
+        files = self._capture(state) | {FEATURES_FILE.format(rank=self._rank): dict(features or {})}
+        assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
         try:
             segments, beside = self._staging.stage(files)
             self._job = self._make_job(attempt, segments, state), beside

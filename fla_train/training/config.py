@@ -27,7 +27,9 @@ from fla_train.models.activation_checkpointing import SELECTIVE
 from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
 from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, model_schema
 from fla_train.tasks import TaskConfig, training_task
+from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.log import log
+from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import AUTO, find_errors, key, require_valid
 from fla_train.utils.ranks import is_rank
 
@@ -40,9 +42,22 @@ DECAY_SHARE = 0.2  # of the run, for `wsd`
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
 
 
+def _class_errors(name: str, options: Any) -> Iterator[str]:
+    """Check that a custom class can be imported, and that options are a mapping and come with one."""
+    if not isinstance(options, dict | None):
+        yield f"options={options} must be null or a mapping"
+    if ":" in name:
+        try:
+            import_object(name)
+        except ValueError as error:
+            yield f"name={error}"
+    elif options:
+        yield f"options={options} has no effect with {name}: leave it out, or name a class of yours"
+
+
 @dataclass
 class OptimizerConfig:
-    name: str = key(choices=("adamw", "muon"), resume="fixed")
+    name: str = key(choices=("adamw", "muon"), classes=True, resume="fixed")
     lr: float = key(at_least=0)
     weight_decay: float = key(at_least=0)
     beta1: float = key(at_least=0, below=1)
@@ -50,19 +65,25 @@ class OptimizerConfig:
     eps: float = key(above=0)  # a weight without a gradient would become 0 / 0
     max_grad_norm: float = key(at_least=0)
     momentum: float | None = key(None, at_least=0, below=1)
+    options: Any = None
 
     def check(self) -> Iterator[str]:
+        yield from _class_errors(self.name, self.options)
         if (self.name == "muon") != (self.momentum is not None):
             yield f"momentum={self.momentum} must be a number in [0, 1) for optimizer=muon, else null"
 
 
 @dataclass
 class ScheduleConfig:
-    name: str = key(choices=("cosine", "linear", "wsd", "constant"))
+    name: str = key(choices=("cosine", "linear", "wsd", "constant"), classes=True)
     warmup_steps: int | None = key(None, at_least=0)
     start_ratio: float = key(0.0, at_least=0, at_most=1)
     decay_steps: int | None = key(None, at_least=0)
     min_ratio: float = key(at_least=0, at_most=1)
+    options: Any = None
+
+    def check(self) -> Iterator[str]:
+        yield from _class_errors(self.name, self.options)
 
     def warmup(self, max_steps: int) -> int:
         """Steps of linear warm-up: the configured number, or 5% of the run (at most 512) when it is null."""
@@ -82,6 +103,8 @@ class ScheduleConfig:
         return min(after_warmup, wanted)
 
     def errors(self, max_steps: int) -> Iterator[str]:
+        if ":" in self.name:  # a custom schedule reads only its options
+            return
         warmup = self.warmup(max_steps)
         if self.name == "constant" and self.min_ratio != 1:
             yield f"schedule.min_ratio={self.min_ratio} has no effect with schedule=constant: leave it at 1"
@@ -129,6 +152,7 @@ class TrainerConfig:
     initial_state: str = key("zero", choices=("zero", "passing", "noise"))
     zero_state_share: float = key(0.1, at_least=0, at_most=1)
     state_noise: float | str = "fitted"
+    callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         given = self.activation_checkpointing
@@ -145,6 +169,10 @@ class TrainerConfig:
             yield "keep_every has no effect with trainer.keep_checkpoints=0, which keeps all"
         if outside := [step for step in self.profile_steps if not 1 <= step <= self.max_steps]:
             yield f"profile_steps={outside} must lie in 1..{self.max_steps}, the steps of the run"
+        try:
+            make_callbacks(self.callbacks)
+        except ValueError as error:
+            yield f"callbacks: {error}"
         noise = self.state_noise
         if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
             yield f"state_noise={noise} must be fitted, or a standard deviation above 0"
@@ -266,6 +294,11 @@ def validate(config: TrainConfig) -> None:
         *config.schedule.errors(config.trainer.max_steps),
         *([] if config.dry_run else _device_errors(config)),  # a dry run may plan for other machines
         *find_conflicts(config),
+        *(
+            f"{callback.name}: {line}"
+            for callback in make_callbacks(config.trainer.callbacks)
+            for line in callback.check(config)
+        ),
         *_state_errors(config),
         *_context_errors(config),
         *_float8_errors(config),
@@ -288,6 +321,10 @@ CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "launch.overlap_communication=true": lambda c: c.launch.overlap_communication,
     "several micro-batches a step": lambda c: c.num_accumulated > 1,
     "trainer.activation_checkpointing=selective": lambda c: c.trainer.activation_checkpointing == SELECTIVE,
+    "trainer.callbacks with after_loss": lambda c: any(
+        type(callback).after_loss is not Callback.after_loss
+        for callback in make_callbacks(c.trainer.callbacks)
+    ),
     "trainer.cuda_graph=true": lambda c: c.trainer.cuda_graph,
     "trainer.initial_state other than zero": lambda c: c.trainer.initial_state != "zero",
     "trainer.precision=fp8": lambda c: c.trainer.precision == "fp8",
@@ -309,6 +346,7 @@ CONFLICTS: dict[str, tuple[str, ...]] = {
         "data.document_boundaries=true",
         "launch.num_processes above 1",
         "several micro-batches a step",
+        "trainer.callbacks with after_loss",  # replayed kernels run no Python
     ),
     "trainer.initial_state other than zero": ("a model of another library",),
     "trainer.precision=fp8": ("a model of another library", "launch.device=cpu"),
@@ -611,6 +649,11 @@ def accumulation_steps(config: TrainConfig) -> int:
     """Micro-batches per rank and optimizer step; context parallel ranks share theirs."""
     trainer, ranks = config.trainer, with_processes(config).launch.data_parallel
     return trainer.global_batch_tokens // (trainer.seq_len * trainer.micro_batch_size * ranks)
+
+
+def records_graph(config: TrainConfig) -> bool:
+    """Return whether a run records its passes as CUDA graphs."""
+    return config.trainer.cuda_graph and resolve_device(config) == "cuda"
 
 
 def with_warmup(config: TrainConfig) -> TrainConfig:

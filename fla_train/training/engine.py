@@ -10,21 +10,19 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fla_train.data.sampler import Batch
 from fla_train.kernels.precompile import precompile
-from fla_train.models.carried_states import CarriedStates
 from fla_train.models.float8 import Float8Weights
 from fla_train.training import deepspeed_patches
-from fla_train.training.bad_steps import BadStepFilter
+from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
-from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
-from fla_train.training.initial_states import InitialStates
 from fla_train.training.optimizer import FlatAdamW, build_optimizer
 from fla_train.training.process_group import join
 
@@ -32,23 +30,25 @@ logger = logging.getLogger(__name__)
 BUCKET_ELEMENTS = 50_000_000  # elements gathered, or with overlap reduced, at once: 200 MB of fp32
 
 
+class StepFilter(Protocol):
+    """Decide how gradients are clipped and whether a step is skipped; see `BadSteps`."""
+
+    def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass
 class StepResult:
-    """Outcome of one optimizer step, equal on all ranks."""
+    """Result of one optimizer step, equal on all ranks."""
 
-    loss: float  # nats per target token, mean over the global batch
+    loss: float  # nats per target token, mean over the global batch; without terms that callbacks add
     grad_norm: float  # before clipping
     targets: int  # target tokens of the global batch
     skipped: bool  # nothing was updated: the loss or a gradient was not finite, or the loss a spike
-    stop: bool  # a rank got a request to stop
+    stop: bool  # a rank was asked to stop
 
 
-class Outcome:
-    """A `StepResult` on its way to the host: its numbers follow the step's kernels in the device's queue.
-
-    Args:
-        values: loss, gradient norm, targets, skipped, ranks with a request to stop; [5] fp64 on the device.
-    """
+class HostTransfer:
+    """Scalars on their way from the device to the host, behind the kernels that are queued by now."""
 
     def __init__(self, values: Tensor):
         self._values = values.to("cpu", non_blocking=True)
@@ -56,16 +56,31 @@ class Outcome:
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> StepResult:
-        """Wait until the step has ended, but for none that was launched after it."""
+    def read(self) -> list[float]:
+        """Wait until the copy has arrived, but not for kernels that were queued after it."""
         if self._copied is not None:
             self._copied.synchronize()
-        loss, norm, targets, skipped, stop = self._values.tolist()
+        return self._values.tolist()
+
+
+class Outcome:
+    """A `StepResult` on its way to the host.
+
+    Args:
+        values: loss, gradient norm, targets, skipped, ranks that were asked to stop; [5] fp64 on the device.
+    """
+
+    def __init__(self, values: Tensor):
+        self._copy = HostTransfer(values)
+
+    def read(self) -> StepResult:
+        """Wait for the end of this step, but not for later steps."""
+        loss, norm, targets, skipped, stop = self._copy.read()
         return StepResult(loss, norm, int(targets), bool(skipped), stop > 0)
 
 
 def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
-    """The whole DeepSpeed config. Accumulation follows from the batch, which `validate` has checked."""
+    """Return the whole DeepSpeed config; `validate` has checked the batch, which gives the accumulation."""
     trainer, launch = config.trainer, config.launch
     overlap = on_gpu and launch.num_processes > 1 and launch.overlap_communication  # gloo has no streams
     return {
@@ -77,7 +92,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_optimization": {
             "stage": 2,
             "overlap_comm": overlap,
-            # Of overlap_comm: the host would wait for the device before each reduction to one rank.
+            # With overlap_comm the host would otherwise wait before each reduction to one rank.
             "use_multi_rank_bucket_allreduce": True,
             "contiguous_gradients": True,
             "reduce_scatter": True,
@@ -151,87 +166,97 @@ def train_step(
     engine,
     micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
     learning_rate: float,
-    bad_steps: BadStepFilter,
+    step_filter: StepFilter,
     *,
     stop: bool = False,
-    cuda_graph: CudaGraphPass | None = None,
-    states: InitialStates | None = None,
+    features: Sequence[Callback] = (),
 ) -> Outcome:
-    """One optimizer step on this rank's micro-batches: input_ids and labels, each [B, T] int64 on the
-    engine's device, or further fields of `Batch`.
+    """Take one optimizer step on this rank's micro-batches and return its outcome without waiting for it.
 
     The gradient is that of (sum of the target tokens' losses) / (their number), both over all ranks and
     micro-batches. Gradients are added up: DeepSpeed's divisions by ranks and micro-batches are turned off.
 
     Args:
-        bad_steps: scales a large gradient down, or has the step skipped; both happen in the optimizer's
-        kernel.
-        stop: this rank's wish to stop, which all ranks learn together.
-        cuda_graph: computes the gradients in the engine's place, of one rank's one micro-batch, unless the
-        pass can't be recorded.
-        states: what the rows start from in place of zeros, made for this step by `begin`.
-
-    Returns:
-        The outcome, for which nothing here waits.
+        micro_batches: input_ids and labels, each [B, T] int64 on the engine's device, or all of `Batch`.
+        step_filter: scales large gradients down or skips the step; both happen in the optimizer's kernel.
+        stop: whether this rank was asked to stop, which all ranks learn together.
+        features: their hooks within the step are called in this order.
     """
     zero = engine.optimizer
     for group in zero.param_groups:
         group["lr"] = learning_rate
-    targets = torch.stack([(Batch(*batch).targets() != -100).sum() for batch in micro_batches]).sum()
+    engine.train()
+
+    # Count the targets of the global batch, by which each micro-batch's summed loss is divided.
+    batches = [Batch(*batch) for batch in micro_batches]
+    targets = torch.stack([(batch.targets() != -100).sum() for batch in batches]).sum()
     dist.all_reduce(targets)
     divisor = targets.clamp(min=1)
-    # The summed loss, and the ranks that want to stop
+
+    # Run forward and backward passes. `sums`: the loss, and the ranks that were asked to stop.
     sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
     if hasattr(engine.module, "float8"):
         engine.module.float8.cast()
-    engine.train()
-    for i, batch in enumerate(micro_batches):
-        engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-        inputs = _inputs(batch, divisor, None if states is None else states.passes[i])
-        loss = None if cuda_graph is None else cuda_graph(inputs)
-        if loss is None:
-            loss = engine(**inputs, use_cache=False).loss
-            with deepspeed_patches.wait_on_stream(zero):
-                engine.backward(loss, scale_wrt_gas=False)
-        if states is not None:
-            states.end_pass(i)
-        sums[0] += loss.detach().double()
-    if states is not None:
-        states.end_step()
+    for number, batch in enumerate(batches):
+        engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
+        sums[0] += _run_pass(engine, number, batch, divisor, features).double()
+        for feature in features:
+            feature.after_backward(number)
+
+    # Add up gradients and losses over ranks; each rank then holds the gradient of its partition.
     if isinstance(zero.optimizer, FlatAdamW):
         deepspeed_patches.collect_gradients(zero)
     elif not zero.overlap_comm:
         deepspeed_patches.reduce_gradients(zero)
     dist.all_reduce(sums)
-    loss = sums[0]
-    grad_norm = _grad_norm(zero.averaged_gradients)
-    zero.optimizer.grad_scale, zero.optimizer.found_inf = bad_steps.check(loss, grad_norm)
+    loss, grad_norm = sums[0], _grad_norm(zero.averaged_gradients)
+
+    # Clip, and update the weights unless the step is skipped.
+    zero.optimizer.grad_scale, zero.optimizer.found_inf = step_filter.decide(loss, grad_norm)
     engine.step()
     skipped = zero.optimizer.found_inf
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))
 
 
+def _run_pass(engine, number: int, batch: Batch, divisor: Tensor, features: Sequence[Callback]) -> Tensor:
+    """Run a micro-batch's forward and backward pass; return its loss, detached, without added terms."""
+    inputs = _inputs(batch, divisor)
+    for feature in features:
+        inputs |= feature.model_inputs(number, batch)
+    for feature in features:
+        if (loss := feature.run_pass(inputs)) is not None:
+            return loss.detach()
+    outputs = engine(**inputs, use_cache=False)
+    total = loss = outputs.loss
+    for feature in features:
+        total = feature.after_loss(total, outputs, batch, divisor)
+    del outputs  # may hold logits, whose memory the backward pass can use
+    with deepspeed_patches.wait_on_stream(engine.optimizer):
+        engine.backward(total, scale_wrt_gas=False)
+    return loss.detach()
+
+
 def precompile_step(
-    engine, batch: Batch | tuple[Tensor, Tensor], threads: int, states: InitialStates | None = None
+    engine, batch: Batch | tuple[Tensor, Tensor], threads: int, features: Sequence[Callback] = ()
 ) -> None:
     """Compile the Triton kernels of a micro-batch's forward and backward pass, several at once.
 
-    Weights, gradients and random state stay as they are. What fails here, fails in the step: it is only
-    logged.
+    Weights, gradients and random state stay as they are. A failure is only logged: it recurs in the step.
 
     Args:
         batch: as one of `train_step`.
-        states: as of `train_step`; learn their shapes here.
         threads: as of `precompile`.
+        features: give the model further inputs.
     """
     engine.train()
     leaves = {name: p.detach().requires_grad_() for name, p in engine.module.named_parameters()}
     divisor = torch.ones((), dtype=torch.int64, device=engine.device)
+    batch = Batch(*batch)
 
     def work() -> tuple[Tensor, Sequence[Tensor | None]]:
-        if states is not None:
-            states.prepare(engine, batch)
-        inputs = _inputs(batch, divisor, None if states is None else states.passes[0])
+        inputs = _inputs(batch, divisor)
+        for feature in features:
+            inputs |= feature.model_inputs(0, batch)
         return gradients_of(engine.module, leaves, inputs, bf16=engine.torch_autocast_enabled())
 
     try:
@@ -240,21 +265,28 @@ def precompile_step(
         logger.warning("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
 
 
-def _inputs(
-    batch: Batch | tuple[Tensor, Tensor], divisor: Tensor, states: CarriedStates | None
-) -> dict[str, Any]:
-    """A micro-batch as keyword arguments of the model, which divides the summed loss by `divisor`."""
-    given = dict(zip(Batch._fields, batch, strict=False))
-    given.pop("continues", None)
-    given |= {"num_items_in_batch": divisor, "states": states}
-    return {name: x for name, x in given.items() if x is not None}
+def gradients_of(
+    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], *, bf16: bool
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the loss of `module` with `leaves` as parameters, and its gradient to each or None."""
+    device = next(iter(leaves.values())).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        arguments = dict(inputs, use_cache=False)
+        loss = functional_call(module, dict(leaves), (), arguments).loss
+    return loss.detach(), torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
+
+
+def _inputs(batch: Batch, divisor: Tensor) -> dict[str, Any]:
+    """Return a micro-batch as keyword arguments of the model, which divides the summed loss by `divisor`."""
+    fields = batch._replace(continues=None)._asdict() | {"num_items_in_batch": divisor}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
-    """Norm of all ranks' gradients, fp64 on the device, from this rank's partition of each group.
+    """Return the norm of all ranks' gradients, fp64 on the device, from this rank's partitions.
 
-    DeepSpeed's own copies a constant to the device, for which the host waits. A CPU adds the squares in
-    turn, which in fp32 is 0.2% off for an embedding of 33M weights; a GPU adds them in a tree.
+    DeepSpeed's own computation copies a constant to the device, for which the host waits. A CPU sums the
+    squares sequentially: in fp32 that is 0.2% off for an embedding of 33M weights. A GPU adds them in a tree.
     """
     pieces = [piece for group in gradients.values() for piece in group]
     if pieces and not pieces[0].is_cuda:

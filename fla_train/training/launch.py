@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +12,8 @@ from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import check_first_document, prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
+from fla_train.hub.saved_config import assign
 from fla_train.models.build import architecture, build_model_config, is_zoo
-from fla_train.tasks.config import is_own
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
 from fla_train.training.config import (
@@ -45,6 +45,7 @@ from fla_train.training.resume import (
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
 from fla_train.utils.import_ahead import COMMAND
+from fla_train.utils.import_class import named_classes
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder
@@ -114,13 +115,10 @@ def launch(config: TrainConfig) -> RunFolder | None:
             details = f" (details in {folder.log(failure.rank)})" if logged else ""
             raise TrainingFailed(f"{failure}{details}", failure.final) from None
         except Preempted:
-            own = config.task is not None and is_own(config.task.kind)
-            classes = {"model.mixer": config.model.get("mixer"), "task.kind": own and config.task.kind}
-            words = [
-                shlex.quote(f"run.dir={folder.root}"),
-                *(f"{k}={v}" for k, v in classes.items() if v),
-            ]
-            raise Preempted(f"stopped      to resume: fla-train {' '.join(words)}") from None
+            classes = named_classes(asdict(config))
+            options = [f"run.dir={folder.root}", *(assign(*item) for item in classes.items())]
+            command = " ".join(["fla-train", *map(shlex.quote, options)])
+            raise Preempted(f"stopped      to resume: {command}") from None
     return folder
 
 

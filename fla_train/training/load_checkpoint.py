@@ -12,7 +12,8 @@ files and copies its part.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +26,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from fla_train.training.callback import Callback
 from fla_train.training.checkpoint import (
     DEEPSPEED_TAG,
+    FEATURES_FILE,
     OPTIMIZER_FILE,
     RANDOM_FILE,
     SHARD,
@@ -59,7 +62,11 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     """
     saved = world_size(folder)
     same = saved == dist.get_world_size()
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    configured = getattr(engine.optimizer.optimizer, "configured", None)  # keys; None: all but the weights
+    settings = [
+        {k: v for k, v in group.items() if k != "params" and (configured is None or k in configured)}
+        for group in engine.optimizer.param_groups
+    ]
     try:
         with files_through(engine, SafeCheckpointEngine()):
             path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
@@ -71,10 +78,27 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     assert path is not None, f"DeepSpeed found nothing in {folder}"
     if not same:
         load_resharded_optimizer(engine, folder, saved)
-    for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, configured in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(configured)
     set_random_states(load_file(folder / RANDOM_FILE.format(rank=dist.get_rank() % saved)))
     return read_state(folder)
+
+
+def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str], None]) -> None:
+    """Restore the state of each feature from all ranks' files; log those that only one side has.
+
+    Raises:
+        ValueError: a file holds more than tensors and plain values.
+    """
+    files = [folder / FEATURES_FILE.format(rank=rank) for rank in range(world_size(folder))]
+    saved = [load_file(file, mmap=True) for file in files]
+    for feature in features:
+        if feature.name in saved[0]:
+            feature.load_state_dict([states.get(feature.name, {}) for states in saved])
+        elif feature.state_dict():
+            log(f"resume       {feature.name} starts afresh: the checkpoint has no state of it")
+    for name in saved[0].keys() - {feature.name for feature in features}:
+        log(f"resume       the state of {name} is dropped: the run has it no more")
 
 
 def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
@@ -128,11 +152,12 @@ def load_resharded_optimizer(engine, folder: Path, saved_world: int) -> None:
         before = [shard[FRAGMENTS][group] for shard in shards]
         after = [layout[group] for layout in layouts]
         saved = [shard[ADAM]["state"].get(group, {}) for shard in shards]
+        elements = max(fragment.start + fragment.numel for fragment in before[0].values())
         state[group] = {
-            # The step count is one number, equal on all ranks; copied, since mapped files may go away.
+            # Step counts are equal on all ranks. They are copied, since mapped files may go away.
             key: reshard([part[key] for part in saved], before, after, dist.get_rank(), size)
-            if value.ndim
-            else value.clone()
+            if isinstance(value, Tensor) and value.numel() >= elements
+            else deepcopy(value)
             for key, value in saved[0].items()
         }
     own = shards[0] | {ADAM: {"state": state, "param_groups": shards[0][ADAM]["param_groups"]}}

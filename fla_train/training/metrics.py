@@ -1,80 +1,15 @@
-"""Metrics of a run: statistics of chosen steps, values of metrics.jsonl, plots of the losses."""
+"""Read and plot the metrics of a run."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from fla_train.kernels.context_parallel import ContextGroup
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@contextmanager
-def step_statistics(engine, found: dict[str, Tensor], context: ContextGroup | None = None) -> Iterator[None]:
-    """Run one optimizer step inside; its statistics are in `found` afterwards, as scalars on the device.
-
-    `param_norm` after the step, `update_norm` of the difference it made, and for each mixer i with gates,
-    over the first sequence of the first micro-batch: `beta/i`, the mean step size; `beta_above_1/i`, the
-    share of negative eigenvalues 1 - beta; `decay/i`, the mean of exp(g), with a forget gate. Every rank
-    calls it.
-
-    Args:
-        context: ranks that share the sequence, of which each has a part.
-    """
-    masters = engine.optimizer.single_partition_of_fp32_groups  # this rank's partitions, zero-padded
-    before = [master.detach().clone() for master in masters]
-    mixers = [module for module in engine.module.modules() if hasattr(module, "gates")]
-    hooks = [_observe_gates(mixer, layer, found) for layer, mixer in enumerate(mixers)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if context is not None and found:
-        means = torch.stack(list(found.values()))
-        context.add_up(means)
-        found |= zip(found, (means / context.size).unbind(), strict=True)
-    for old, master in zip(before, masters, strict=True):
-        old.sub_(master.detach())
-    squares = torch.stack([_sum_of_squares(masters), _sum_of_squares(before)])
-    dist.all_reduce(squares)
-    found["param_norm"], found["update_norm"] = squares.sqrt().unbind()
-
-
-def to_host(found: dict[str, Tensor]) -> dict[str, float]:
-    """Scalars on a device as numbers, by one transfer."""
-    if not found:
-        return {}
-    values = torch.stack([value.double() for value in found.values()]).tolist()
-    return dict(zip(found, values, strict=True))
-
-
-def _observe_gates(mixer: nn.Module, layer: int, found: dict[str, Tensor]):
-    @torch.no_grad()
-    def hook(module: nn.Module, arguments: tuple) -> None:
-        if f"beta/{layer}" in found:  # another micro-batch, or the same one recomputed
-            return
-        beta, g = mixer.gates(arguments[0][:1])
-        found[f"beta/{layer}"] = beta.mean()
-        found[f"beta_above_1/{layer}"] = (beta > 1).float().mean()
-        if g is not None:
-            found[f"decay/{layer}"] = g.exp().mean()
-
-    return mixer.register_forward_pre_hook(hook)
-
-
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
-    return torch.stack(norms).square().sum()
 
 
 def last_value(path: Path, key: str) -> float | None:

@@ -1,11 +1,10 @@
-"""The model of a run: built with fresh weights or those of `init_from`, and exported to `hf/`."""
+"""Build the model of a run, with fresh weights or those of `init_from`, and its model card."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -13,8 +12,6 @@ from fla_train.data.cache import PreparedData
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.card import CardInfo, recorded_config
-from fla_train.hub.checksums import find_export_damage
-from fla_train.hub.export import export_model
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
 from fla_train.hub.saved_config import flat, map_text
@@ -23,17 +20,14 @@ from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import INITIALIZATION_KEYS, MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.config import TrainConfig
-from fla_train.training.cuda_graph import records_graph
-from fla_train.training.log import RunLogger
-from fla_train.training.metrics import last_value, plot_losses
+from fla_train.training.config import TrainConfig, records_graph
+from fla_train.training.metrics import last_value
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
-from fla_train.utils.filesystem import reason
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.records import read_metrics
 
-# A run may differ from `init_from` in these: they change neither the weights nor, up to rounding, results.
+# A run may differ from `init_from` in these fields: they change no weight, and results only by rounding.
 FREE_FIELDS = (
     *MACHINE_KEYS,
     *INITIALIZATION_KEYS,
@@ -43,20 +37,20 @@ FREE_FIELDS = (
     "use_cache",
     "residual_in_fp32",
 )
-BATCH_KEYS = {  # of `trainer`, taken from `init_from`
+BATCH_KEYS = {  # keys of `trainer` that `init_from` sets
     "seq_len": (int,),
     "micro_batch_size": (int,),
     "target_batch_tokens": (int,),
     "activation_checkpointing": (bool, str),
 }
-PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # of the config: they do not bear on the weights
+PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # they do not change the weights
 
 
 def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False) -> PreTrainedModel:
-    """The model with the tokenizer's special ids, in fp32; fresh weights depend on `seed` only.
+    """Build the model in fp32 with the tokenizer's special ids; fresh weights depend on `seed` only.
 
     Args:
-        fresh: leave the weights of `init_from` to `load_initial_weights` or to a checkpoint.
+        fresh: do not load the weights of `init_from`; a checkpoint or `load_initial_weights` will.
 
     Raises:
         ValueError: the weights of `init_from` are missing or damaged, or the class has no gradient
@@ -81,7 +75,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
 
 
 def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Give `model` the weights of `init_from`, if there is one.
+    """Load the weights of `init_from`, if the config names one.
 
     Raises:
         ValueError: they are missing or damaged.
@@ -98,7 +92,7 @@ def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
 
 
 def architecture(source: str) -> dict[str, Any]:
-    """The `model` section of a run that starts from `source`.
+    """Return the `model` section for a run that starts from `source`.
 
     Raises:
         ValueError: `source` names no model of this package.
@@ -107,15 +101,15 @@ def architecture(source: str) -> dict[str, Any]:
 
 
 def tokenizer_source(source: str) -> str | None:
-    """What `data.tokenizer.name` is for a run that starts from `source`; None: it has no tokenizer."""
-    found = resolve_checkpoint(source)
-    if isinstance(found, Path) and not any(found.glob("tokenizer*")):  # of a synthetic task
+    """Return `data.tokenizer.name` for a run that starts from `source`; None: it has no tokenizer."""
+    model = resolve_checkpoint(source)
+    if isinstance(model, Path) and not any(model.glob("tokenizer*")):  # of a synthetic task
         return None
-    return str(found)
+    return str(model)
 
 
 def batch_sizes(source: str) -> dict[str, Any]:
-    """The `trainer` keys of the batch that `source` was trained with, as far as it records them."""
+    """Return the `trainer` keys of the batch that `source` was trained with, if it records them."""
     try:
         record = recorded_config(read_training_record(resolve_checkpoint(source)))
         trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
@@ -131,18 +125,18 @@ def check_initial_weights(config: TrainConfig) -> None:
         ValueError: naming what differs, and how to take it from `init_from`.
     """
     source = config.init_from
-    there = _read_model_config(source, translate=not is_zoo(config.model))
-    node = config.model | {"vocab_size": config.model["vocab_size"] or there.vocab_size}
-    ours, theirs = (dict(flat(model_node(settings))) for settings in (build_model_config(node), there))
+    initial = _read_model_config(source, translate=not is_zoo(config.model))
+    node = config.model | {"vocab_size": config.model["vocab_size"] or initial.vocab_size}
+    new, old = (dict(flat(model_node(settings))) for settings in (build_model_config(node), initial))
     differing = [
-        f"model.{name}={ours.get(name)} (there {theirs.get(name)})"
-        for name in sorted({*ours, *theirs})
-        if name.removeprefix("config.") not in FREE_FIELDS + TOKEN_IDS and ours.get(name) != theirs.get(name)
+        f"model.{name}={new.get(name)} (init_from has {old.get(name)})"
+        for name in sorted({*new, *old})
+        if name.removeprefix("config.") not in FREE_FIELDS + TOKEN_IDS and new.get(name) != old.get(name)
     ]
     if differing:
         raise ValueError(
-            f"init_from={source} has another architecture: {', '.join(differing)}; without these overrides "
-            "the run takes its model from there"
+            f"init_from={source} has another architecture: {', '.join(differing)}; leave these overrides out "
+            "to use its architecture"
         )
     if config.task is not None:
         return
@@ -157,70 +151,16 @@ def check_initial_weights(config: TrainConfig) -> None:
 
 
 def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrainedConfig:
-    found = resolve_checkpoint(source)
+    model = resolve_checkpoint(source)
     try:
-        return read_config(found, translate=translate)
+        return read_config(model, translate=translate)
     except (OSError, ValueError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise ValueError(f"init_from={source} can't be read: {cause}") from error
 
 
-class Exporter:
-    """Exports the model of a run to `hf/`. All ranks call `export`, rank 0 writes."""
-
-    def __init__(self, config: TrainConfig, data: PreparedData, folder: RunFolder, engine, logger: RunLogger):
-        self._config, self._data, self._folder = config, data, folder
-        self._engine, self._logger = engine, logger
-        self.error: str | None = None  # why the newest export is missing, on rank 0
-
-    def export(self, state: TrainState, *, last: bool = False) -> Path | None:
-        """Draw the plots and export this step's model.
-
-        Args:
-            last: the run's last: one that is there already and intact stays.
-
-        Returns:
-            Its folder; on rank 0 None if it could not be written, which the others do not know. Only
-            programming errors are raised: training does not end because of a copy of the model.
-        """
-        path, self.error = self._folder.export(state.step), None
-        if dist.get_rank() == 0:  # other machines may see a shared folder late
-            try:
-                plots = self._draw()
-                if not (last and self._is_intact(path)):
-                    self._write(state, path, plots)
-            except (AssertionError, AttributeError, LookupError, NameError, TypeError):
-                raise
-            except Exception as error:
-                self.error = reason(error)
-                self._logger.log(f"step {state.step:,}: NO EXPORT, {self.error}")
-        dist.barrier()
-        return path if self.error is None else None
-
-    def _draw(self) -> list[Path]:
-        """The plots so far."""
-        plots = [self._folder.accuracy_plot] if self._folder.accuracy_plot.is_file() else []
-        if last_value(self._folder.metrics, "loss") is not None:
-            plots.append(plot_losses([self._folder.root], self._folder.loss_plot))
-        return plots
-
-    def _is_intact(self, export: Path) -> bool:
-        """Whether there is an export with every file as it was written; a damaged one is named."""
-        if not export.is_dir():
-            return False
-        damage = find_export_damage(export)
-        if damage is not None:
-            self._logger.log(f"export {export} is written again: {damage}")
-        return damage is None
-
-    def _write(self, state: TrainState, path: Path, plots: list[Path]) -> None:
-        card = model_card(self._config, self._data, self._folder, state)
-        export_model(self._engine.module, self._data.tokenizer(), path, card, plots=plots)
-        self._logger.log(f"step {state.step:,}: exported {path}")
-
-
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
-    """The card of an export, without anything about this machine: exports are published."""
+    """Return the card of an export. It names nothing of this machine, because exports are published."""
     losses = {
         "train": last_value(folder.metrics, "loss"),
         "validation": last_value(folder.metrics, "validation_loss"),
@@ -245,7 +185,7 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
 
 
 def _last_results(metrics: Path) -> dict[str, float]:
-    """What the last validation found besides its loss, by name; without results by length of the context."""
+    """Return the metrics of the last validation by name, without the loss and losses by context length."""
     last = next((r for r in reversed(read_metrics(metrics)) if "validation_loss" in r), {})
     names = [n for n in last if n not in ("step", "tokens", "validation_loss") and "loss_at/" not in n]
     return {name.replace("_", " "): last[name] for name in names if last[name] is not None}
@@ -261,16 +201,19 @@ def _recipe(config: TrainConfig) -> str:
 
 
 def public_config(config: TrainConfig) -> str:
-    """`config` as YAML for a card that anybody may read: of local paths the last part only.
+    """Return `config` as YAML for a public card: local paths are cut to their last component.
 
-    Left out are the addresses, projects and folders in PRIVATE_SECTIONS, `data.cache_dir` and
-    `trainer.suite_options`.
+    PRIVATE_SECTIONS (addresses, projects, folders), `data.cache_dir`, `trainer.suite_options` and the options
+    of callbacks are left out.
     """
     content = asdict(config)
     for section in PRIVATE_SECTIONS:
         del content[section]
     content["data"]["cache_dir"] = None
     content["trainer"]["suite_options"] = []
+    content["trainer"]["callbacks"] = [
+        entry["class"] if isinstance(entry, dict) else entry for entry in content["trainer"]["callbacks"]
+    ]
     for source in (content["data"], *content["data"]["mixture"].values()):
         if source["source"] == "local" and source["path"]:  # perhaps a glob, or gone by now
             source["path"] = own_name(source["path"])

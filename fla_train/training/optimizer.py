@@ -1,22 +1,25 @@
-"""The learning rate of each step, the optimizers (AdamW, Muon), and which parameters get weight decay.
+"""The learning rate of each step, the optimizers (AdamW, Muon, custom ones), and weight decay.
 
 Muon under ZeRO-2: ZeRO flattens each parameter group and gives every rank an equal partition, cut without
-regard to matrices, while Muon (Jordan et al., 2024; scaled as in arXiv 2502.16982) needs whole ones: its
-update is the momentum's nearest orthogonal matrix. So each rank keeps the momentum of its partition only, the
-ranks exchange their partitions of the direction, and each orthogonalizes the matrices of which it owns a
-part, by `torch.optim.Muon`. The result does not depend on the number of ranks.
+regard to matrices. Muon (Jordan et al., 2024; scaled as in arXiv 2502.16982) needs whole matrices, because
+its update is the orthogonal matrix nearest to the momentum. So each rank keeps the momentum of its partition
+only, the ranks exchange their partitions of the direction, and each rank orthogonalizes the matrices that
+its partition touches, by `torch.optim.Muon`. The result does not depend on the number of ranks.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fla_train.training.config import OptimizerConfig, ScheduleConfig
+from fla_train.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from fla_train.utils.errors import described
+from fla_train.utils.import_class import import_class, import_object
 
 # Height between the minimum (0) and the peak (1), while `progress` runs over (0, 1] and the rate falls.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -28,10 +31,29 @@ SHAPES: dict[str, Callable[[float], float]] = {
 MATRICES = "matrices"  # key of the groups that Muon takes: the shapes of their matrices in order
 
 
-def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleConfig) -> float:
-    """Learning rate of optimizer step `step` (1-based) in a run of `max_steps`. A pure function of the step.
+def make_schedule(config: TrainConfig) -> Callable[[int], float]:
+    """Return the learning rate as a function of the optimizer step, from 1.
 
-    With W warm-up and D decay steps, s the step and d = (s - (max_steps - D)) / D:
+    A custom schedule, `schedule.name=package.module:NAME`, is a function of `step`, `peak`, `max_steps` and
+    the `schedule.options`, or a class that is constructed with the options and called with the rest. It must
+    depend on nothing else, so that a resumed run continues it exactly.
+
+    Raises:
+        ValueError: a custom schedule can't be imported.
+    """
+    schedule, settings = config.schedule, {"peak": config.optimizer.lr, "max_steps": config.trainer.max_steps}
+    if ":" not in schedule.name:
+        return partial(learning_rate, **settings, schedule=schedule)
+    custom, options = import_object(schedule.name), schedule.options or {}
+    if isinstance(custom, type):
+        custom, options = custom(**options), {}
+    return lambda step: float(custom(step=step, **settings, **options))
+
+
+def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of optimizer step `step` (from 1) in a run of `max_steps`.
+
+    W and D are the warm-up and decay steps, s is the step, and d = (s - (max_steps - D)) / D:
 
         s <= W                 peak (start_ratio + (1 - start_ratio) s / W)
         s <= max_steps - D     peak
@@ -47,21 +69,26 @@ def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleC
     stable = max_steps - decay
     if step <= stable:
         return peak
-    share = SHAPES[schedule.name](min(1.0, (step - stable) / max(1, decay)))
-    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * share)
+    height = SHAPES[schedule.name](min(1.0, (step - stable) / max(1, decay)))
+    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * height)
 
 
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, *, separate_gradients: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW, one fused kernel per group; as `muon`, Muon for the blocks' matrices and AdamW for the rest.
+    """Make the optimizer: fused AdamW; Muon for the blocks' matrices and AdamW for the rest; or a custom one.
 
     Args:
-        separate_gradients: make AdamW alone a `FlatAdamW`, which takes a gradient per parameter.
+        separate_gradients: use `FlatAdamW`, which reads one gradient per parameter, for AdamW alone.
+
+    Raises:
+        ValueError: a custom optimizer can't be imported, or can't train under ZeRO-2.
     """
+    if ":" in config.name:
+        return _custom_optimizer(config, parameter_groups(model, config.weight_decay))
     matrices = hidden_matrices(model) if config.name == "muon" else []
-    kind = FlatAdamW if separate_gradients and not matrices else torch.optim.AdamW
-    optimizer = kind(
+    adamw_class = FlatAdamW if separate_gradients and not matrices else torch.optim.AdamW
+    optimizer = adamw_class(
         parameter_groups(model, config.weight_decay, without=matrices),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -75,15 +102,79 @@ def build_optimizer(
     )
 
 
+def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
+    """Make the optimizer `config.name`, whose step divides by `grad_scale` and is skipped by `found_inf`.
+
+    An optimizer that declares `_step_supports_amp_scaling`, as PyTorch's fused ones do, reads the two
+    tensors itself. Of any other the host waits for `found_inf` before each step.
+
+    Raises:
+        ValueError: it can't be imported, or is not a function of single elements.
+    """
+    made = import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
+    check_elementwise(made, config)
+    optimizer = made(groups, lr=config.lr, **(config.options or {}))
+    # A resumed run may change these; anything else in the groups is state of the optimizer.
+    optimizer.configured = {"lr", "weight_decay", *(config.options or {})}
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return optimizer
+    plain_step = optimizer.step
+
+    def step(closure: None = None) -> None:
+        if optimizer.found_inf > 0:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(optimizer.grad_scale)
+        plain_step()
+
+    optimizer.step = step
+    return optimizer
+
+
+def check_elementwise(made: type[torch.optim.Optimizer], config: OptimizerConfig) -> None:
+    """Check that an optimizer gives the same weights from ZeRO-2's flat partitions as from whole tensors.
+
+    ZeRO-2 flattens each parameter group and cuts it without regard to matrices. The check takes three steps
+    of both on a small matrix.
+
+    Raises:
+        ValueError: the weights differ, or the constructor fails or creates state.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 6, 8, generator=generator).unbind()
+    results = []
+    for cut in (lambda x: [x.clone()], lambda x: [piece.clone() for piece in x.flatten().split(20)]):
+        parameters = [nn.Parameter(piece) for piece in cut(start)]
+        groups = [{"params": parameters, "weight_decay": config.weight_decay}]
+        try:
+            optimizer = made(groups, lr=config.lr, **(config.options or {}))
+            if optimizer.state:
+                raise ValueError("it creates state in its constructor; create it in the first step")
+            for gradient in gradients:
+                for parameter, piece in zip(parameters, cut(gradient), strict=True):
+                    parameter.grad = piece
+                optimizer.step()
+        except Exception as error:
+            raise ValueError(f"optimizer.name={config.name} can't be used: {described(error)}") from error
+        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    if not torch.allclose(*results, rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"optimizer.name={config.name} needs whole matrices, and ZeRO-2 gives it flat partitions: use "
+            "one that updates each element by itself, or optimizer=muon"
+        )
+
+
 class FlatAdamW(torch.optim.AdamW):
-    """Fused AdamW of groups whose weights are one flat tensor and whose gradients are one per parameter."""
+    """Fused AdamW on groups whose weights are one flat tensor and whose gradients are one per parameter."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update each group by its entry `gradients`, contiguous and in the order of the flat tensor.
 
-        The flat tensor may end with padding, which has no gradient and stays. With `grad_scale` the kernel
-        divides the gradients in place, so each needs memory of its own.
+        The flat tensor may end with padding, which has no gradient and does not change. The kernel divides
+        the gradients by `grad_scale` in place, so no two may share memory.
         """
         for group in self.param_groups:
             (flat,), gradients = group["params"], group["gradients"]
@@ -114,17 +205,17 @@ class FlatAdamW(torch.optim.AdamW):
 
 
 def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Views of `flat` with the shapes of these tensors, one after another; padding at its end is left out."""
+    """Return views of `flat` with the shapes of these tensors, one after another, without the padding."""
     sizes = [tensor.numel() for tensor in tensors]
     views = flat.detach().split([*sizes, flat.numel() - sum(sizes)])
     return [view.view_as(tensor) for view, tensor in zip(views, tensors, strict=False)]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()) -> list[dict]:
-    """Two groups: matrices with `weight_decay`; vectors, embeddings and marked parameters without.
+    """Return two groups: matrices with `weight_decay`; vectors, embeddings and marked parameters without.
 
     A model marks a parameter by the attribute `_no_weight_decay = True`, as flash-linear-attention does. A
-    tied output head is the embedding. Empty groups, which ZeRO refuses, are left out.
+    tied output head is the embedding. Empty groups, which ZeRO rejects, are left out.
 
     Args:
         without: parameters that are in neither group.
@@ -142,41 +233,41 @@ def parameter_groups(model: nn.Module, weight_decay: float, without: Sequence[Te
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """What Muon takes: the linear layers between embedding and head, neither of the two included."""
+    """Return the matrices for Muon: those of the linear layers between embedding and head."""
     head = model.get_output_embeddings()
     return [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank's partition holds of one matrix, in elements."""
+class Overlap:
+    """The elements of one matrix that a rank's partition holds."""
 
     shape: tuple[int, int]
-    offset: int  # of the matrix in the flat group
-    begin: int  # of the part in the flat group
+    offset: int  # where the matrix begins in the flat group
+    begin: int  # the held elements, [begin, end) in the flat group
     end: int
 
 
-def parts_of(shapes: Sequence[tuple[int, int]], first: int, size: int) -> Iterator[Part]:
-    """The matrices, flattened one after another, that overlap elements [first, first + size) of the group."""
+def overlaps(shapes: Sequence[tuple[int, int]], first: int, size: int) -> Iterator[Overlap]:
+    """Yield the matrices of a flat group that overlap its elements [first, first + size)."""
     offset = 0
     for shape in shapes:
         numel = shape[0] * shape[1]
         begin, end = max(offset, first), min(offset + numel, first + size)
         if begin < end:
-            yield Part(tuple(shape), offset, begin, end)
+            yield Overlap(tuple(shape), offset, begin, end)
         offset += numel
 
 
 class PartitionedMuon(torch.optim.Optimizer):
     """Muon on the groups that name `matrices`, AdamW on the others.
 
-    `grad_scale` (divides the gradients) and `found_inf` (1: change nothing) are fp32 scalars on the device
-    that the engine sets before each step, as for torch's fused AdamW.
+    The engine sets two fp32 scalars on the device before each step, as for torch's fused AdamW: `grad_scale`
+    divides the gradients, and `found_inf` = 1 skips the step.
 
     Args:
-        matrices: matrices of one group, each 2-d.
-        adamw: the optimizer of the rest; its groups become groups of this one.
+        matrices: of one group, each 2-d.
+        adamw: the optimizer of the other parameters; its groups become groups of this one.
         momentum: decay of the gradient's running mean.
     """
 
@@ -217,7 +308,7 @@ class PartitionedMuon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(partition)
         momentum = state["momentum_buffer"].lerp(gradient, 1 - group["momentum"])
-        direction = gradient.lerp(momentum, group["momentum"])  # Nesterov's
+        direction = gradient.lerp(momentum, group["momentum"])  # Nesterov
         moved = partition * (1 - group["lr"] * group["weight_decay"])
         moved += self._orthogonal_updates(group, direction)
         if self.found_inf is not None:
@@ -228,7 +319,7 @@ class PartitionedMuon(torch.optim.Optimizer):
         state["momentum_buffer"].copy_(momentum)
 
     def _orthogonal_updates(self, group: dict, direction: Tensor) -> Tensor:
-        """Muon's step for this rank's partition [size], from all ranks' partitions of the direction."""
+        """Return Muon's step for this rank's partition [size], from all partitions of the direction."""
         size, rank, world = direction.numel(), 0, 1
         if dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -237,12 +328,12 @@ class PartitionedMuon(torch.optim.Optimizer):
             whole = direction.new_empty(world * size)
             dist.all_gather_into_tensor(whole, direction)
         updates = torch.zeros_like(direction)
-        for part in parts_of(group[MATRICES], rank * size, size):
-            rows, columns = part.shape
+        for overlap in overlaps(group[MATRICES], rank * size, size):
+            rows, columns = overlap.shape
             matrix = nn.Parameter(direction.new_zeros(rows, columns))
-            matrix.grad = whole[part.offset : part.offset + rows * columns].view(rows, columns)
-            # Momentum and decay are done above, on the partition. This scale lets AdamW's rates serve Muon
-            # too.
+            matrix.grad = whole[overlap.offset : overlap.offset + rows * columns].view(rows, columns)
+            # Momentum and decay are applied above, on the partition. The scale of the update lets Muon use
+            # AdamW's learning rates.
             torch.optim.Muon(
                 [matrix],
                 lr=group["lr"],
@@ -251,6 +342,6 @@ class PartitionedMuon(torch.optim.Optimizer):
                 nesterov=False,
                 adjust_lr_fn="match_rms_adamw",
             ).step()
-            update = matrix.detach().view(-1)[part.begin - part.offset : part.end - part.offset]
-            updates[part.begin - rank * size : part.end - rank * size] = update
+            update = matrix.detach().view(-1)[overlap.begin - overlap.offset : overlap.end - overlap.offset]
+            updates[overlap.begin - rank * size : overlap.end - rank * size] = update
         return updates

@@ -10,13 +10,14 @@ from fla_train.data.config import DataConfig
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
 from fla_train.models.zoo.flops import forward_flops
+from fla_train.training.callback import make_callbacks
 from fla_train.training.config import (
     TrainConfig,
     accumulation_steps,
     describe_processes,
+    records_graph,
     with_processes,
 )
-from fla_train.training.cuda_graph import records_graph
 from fla_train.training.run_data import open_training_data
 from fla_train.utils.throughput import peak_flops
 
@@ -129,7 +130,8 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
     float8_weights = 2 * count.total if in_float8 else 0
     # A step with statistics runs without the graph, beside the activations that the graph keeps.
     beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
-    return memory.total + float8_weights + beside_graph + _state_bytes(config)
+    callbacks = sum(callback.memory(config) for callback in make_callbacks(trainer.callbacks))
+    return memory.total + float8_weights + beside_graph + _state_bytes(config) + callbacks
 
 
 def _state_bytes(config: TrainConfig) -> int:

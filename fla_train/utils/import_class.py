@@ -1,18 +1,31 @@
-"""A class of the user's own by its import path, `package.module:Class`."""
+"""Import custom classes and functions by their path, `package.module:NAME`."""
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 from fla_train.utils.errors import described
 
 
 def import_class(path: str, base: type, base_name: str) -> type:
-    """The class that `path` names; its module may lie in the current folder.
+    """Return the class that `path` names; its module may lie in the current folder.
 
     Raises:
-        ValueError: there is none, importing its module failed, or it is no subclass of `base`, which the
-            line calls `base_name`; one line that begins with the path.
+        ValueError: as `import_object`, or it is not a subclass of `base`, which the line calls `base_name`.
+    """
+    found = import_object(path)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{path}: {path.partition(':')[2]} is not a subclass of {base_name}")
+    return found
+
+
+def import_object(path: str) -> Any:
+    """Return the object that `path` names; its module may lie in the current folder.
+
+    Raises:
+        ValueError: it does not exist, or importing its module failed; one line that begins with the path.
     """
     module, _, name = path.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
@@ -31,6 +44,18 @@ def import_class(path: str, base: type, base_name: str) -> type:
         ) from error
     if found is None:
         raise ValueError(f"{path}: {module} has no {name}")
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{path}: {name} is no subclass of {base_name}")
     return found
+
+
+def named_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a training config, as plain data, that name classes outside this package."""
+    keys = {
+        "model.mixer": (config.get("model") or {}).get("mixer"),
+        **{
+            f"{section}.{key}": path
+            for section, key in (("task", "kind"), ("optimizer", "name"), ("schedule", "name"))
+            if ":" in (path := (config.get(section) or {}).get(key) or "")
+        },
+        "trainer.callbacks": (config.get("trainer") or {}).get("callbacks"),
+    }
+    return {key: value for key, value in keys.items() if value}

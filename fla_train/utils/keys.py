@@ -42,6 +42,7 @@ def key(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[bool | str, ...] = (),
+    classes: bool = False,
     resume: Rule | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> Any:
@@ -52,6 +53,7 @@ def key(
         at_least, at_most, above, below: limits of a number, or of each number in a list. Null and, if the
             type allows text, "auto" are exempt.
         choices: the allowed values.
+        classes: also allow an import path, `package.module:NAME`.
         resume: what a resumed run may change; None: the rule of the section, and at the root `logged`.
         rules: `resume` of single keys in an untyped section.
     """
@@ -59,6 +61,7 @@ def key(
     metadata = {
         "limits": {words: bound for words, bound in bounds.items() if bound is not None},
         "choices": choices,
+        "classes": classes,
         "resume": resume,
         "rules": rules or {},
     }
@@ -133,7 +136,9 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
     elif isinstance(value, list | tuple):
         for content in value:
             yield from _value_errors(name, content, metadata)
-    elif choices and value is not None and value not in choices:
+    elif (
+        choices and value is not None and value not in choices and not (metadata["classes"] and ":" in value)
+    ):
         yield f"{name}={value} must be one of {', '.join(str(choice).lower() for choice in choices)}"
     elif limits and isinstance(value, str) and value != AUTO:
         yield f"{name}={value} must be a number, or auto"

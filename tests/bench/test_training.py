@@ -10,7 +10,7 @@ from fla_train.bench import training
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.roofline import Ceilings
 from fla_train.training.config import TrainConfig, resolve
-from fla_train.training.cuda_graph import gradients_of
+from fla_train.training.engine import gradients_of
 
 OVERRIDES = (
     *("model=gated_delta_product/tiny", "model.vocab_size=64", "launch.device=cpu", "logger=none"),

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.activation_checkpointing import checkpoint_activations
-from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig, load_config
-from fla_train.training.cuda_graph import CudaGraphPass, gradients_of
-from fla_train.training.engine import build_engine, train_step
-from fla_train.training.initial_states import InitialStates
+from fla_train.training.engine import build_engine, gradients_of, train_step
+from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
+from fla_train.training.features.initial_states import InitialStates
 
-LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: a curriculum's words grow, too
+LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: as in a curriculum
 
 
 class Rehearsal(CudaGraphPass):
-    """Computes what a graph would replay, where there is none: on a CPU."""
+    """Compute on a CPU what a graph would replay on a GPU."""
 
     recordings = 0
 
@@ -62,7 +62,7 @@ def draw_on_host() -> None:
 
 
 def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
-    """The same steps by the engine alone and by `cuda_graph`, the sixth by the engine in both runs.
+    """Compare steps of the engine alone with those of `cuda_graph`; the engine runs the sixth in both.
 
     Args:
         kind: with "passing" sequences start from the final states of the step before.
@@ -71,16 +71,16 @@ def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
     runs = []
     for own in (None, cuda_graph):
         _rewind(engine, start)
-        bad_steps = BadStepFilter(engine.device, max_grad_norm=0.5)
+        bad_steps = BadSteps(engine.device, max_grad_norm=0.5)
         states = _passing(engine) if kind == "passing" else None
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
-            by = None if step == 5 else own  # as a step with statistics
+            features = [] if own is None or step == 5 else [CudaGraph(own)]  # 5: as with statistics
             if states is not None:
-                states.prepare(engine, Batch(*batch))
-                states.begin(step, [])
-            outcome = train_step(engine, [batch], 1e-2, bad_steps, cuda_graph=by, states=states)
+                states.before_step(step + 1, [Batch(*batch)])
+                features.insert(0, states)
+            outcome = train_step(engine, [batch], 1e-2, bad_steps, features=features)
             outcomes.append(outcome.read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
@@ -97,11 +97,10 @@ def _passing(engine) -> InitialStates:
     return InitialStates(
         "passing",
         noise=None,
-        zero_share=0.25,
+        zero_fraction=0.25,
         seed=0,
         sampler=BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH),
-        layers=engine.module.config.num_hidden_layers,
-        device=engine.device,
+        engine=engine,
     )
 
 

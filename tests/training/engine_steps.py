@@ -1,7 +1,7 @@
 """Optimizer steps of a real engine, for test_engine.py and test_muon.py.
 
 `run_layouts` trains the same model from the same start with several numbers of ranks and micro-batches, on
-the same masked global batches; `reference` takes the steps without DeepSpeed.
+the same masked global batches; `reference` runs the steps without DeepSpeed.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models import build_config
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step
-from fla_train.training.evaluator import evaluate
+from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.features.evaluation import evaluate
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
 LEARNING_RATE = 1e-2
@@ -41,7 +41,7 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_layouts(ranks: WarmRanks, config: TrainConfig, layouts: Sequence[tuple[int, int]]) -> dict[str, dict]:
-    """What rank 0 saw with each (number of ranks, micro-batch size), under `R rank(s) x ACCUMULATION`."""
+    """Return the results of rank 0 for each (number of ranks, micro-batch size), under `R rank(s) x ACCUMULATION`."""
     results = {}
     for world, micro_batch in layouts:
         trainer = replace(config.trainer, micro_batch_size=micro_batch)
@@ -54,7 +54,7 @@ def run_layouts(ranks: WarmRanks, config: TrainConfig, layouts: Sequence[tuple[i
 def reference(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], max_grad_norm: float
 ) -> dict:
-    """The same steps of plain PyTorch: one loss over the whole batch, clipping, the optimizers."""
+    """Take these steps with plain PyTorch: one loss over the whole batch, clipping, the optimizers."""
     losses, norms, weights = [], [], []
     for step in range(STEPS):
         ids, labels = make_batch(step)
@@ -102,12 +102,12 @@ def precompile_without_kernels(engine: DeepSpeedEngine, batch: Sequence[torch.Te
 
 
 def run(config: TrainConfig) -> dict:
-    """Return losses, norms and checksums of steps, and what a NaN on the last rank and a spike change."""
+    """Return losses, norms and checksums of steps, and the effect of a NaN on the last rank and of a spike."""
     engine = build_engine(make_model(config), config)
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
-    bad_steps = BadStepFilter(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
+    bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 
     weights = [checksum(engine.module)]
 
@@ -144,7 +144,7 @@ def run(config: TrainConfig) -> dict:
     content["healthy_skipped"] = healthy.skipped
     content["healthy_changed"] = weights[-1] != weights[-2]
     # As after many steps whose losses were about 1 below today's, 0.01 to either side.
-    bad_steps = BadStepFilter(
+    bad_steps = BadSteps(
         torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0, statistics=[200, healthy.loss - 1, 1e-4]
     )
     (spike,) = steps(STEPS + 2, 1)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from engine_steps import make_batch, make_model, poisoned
 
-from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import load_config
 from fla_train.training.engine import Outcome, build_engine, train_step
+from fla_train.training.features.bad_steps import BadSteps
 
 
 def refuse(*arguments: object) -> None:
@@ -23,10 +23,10 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = build_engine(make_model(config), config)
 
-    def make_filter(*statistics: float) -> BadStepFilter:
-        return BadStepFilter(engine.device, max_grad_norm=1.0, spike_deviations=4.0, statistics=statistics)
+    def make_filter(*statistics: float) -> BadSteps:
+        return BadSteps(engine.device, max_grad_norm=1.0, spike_deviations=4.0, statistics=statistics)
 
-    def step(number: int, bad_steps: BadStepFilter) -> Outcome:
+    def step(number: int, bad_steps: BadSteps) -> Outcome:
         ids, labels = batches[number]
         return train_step(engine, list(zip(ids.split(2), labels.split(2), strict=True)), 1e-3, bad_steps)
 

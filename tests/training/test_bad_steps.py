@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from fla_train.training.bad_steps import WINDOW, BadStepFilter
+from fla_train.training.features.bad_steps import WINDOW, BadSteps
 
 CPU = torch.device("cpu")
 
@@ -15,8 +15,8 @@ def fp64(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def judge(bad_steps: BadStepFilter, loss: float, grad_norm: float = 0.5) -> tuple[float, bool]:
-    scale, skip = bad_steps.check(fp64(loss), fp64(grad_norm))
+def judge(bad_steps: BadSteps, loss: float, grad_norm: float = 0.5) -> tuple[float, bool]:
+    scale, skip = bad_steps.decide(fp64(loss), fp64(grad_norm))
     assert scale.dtype == skip.dtype == torch.float32
     return scale.item(), bool(skip)
 
@@ -25,27 +25,27 @@ def judge(bad_steps: BadStepFilter, loss: float, grad_norm: float = 0.5) -> tupl
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
 )
 def test_what_is_not_finite_is_skipped_and_not_remembered(loss: float, norm: float):
-    bad_steps = BadStepFilter(CPU, max_grad_norm=1.0)
+    bad_steps = BadSteps(CPU, max_grad_norm=1.0)
     assert judge(bad_steps, 2.0) == (1.0, False)
-    before = bad_steps.statistics()
+    before = bad_steps.state_dict()["losses"].tolist()
     assert judge(bad_steps, loss, norm)[1]
-    assert bad_steps.statistics() == before == [1.0, 2.0, 0.0]
+    assert bad_steps.state_dict()["losses"].tolist() == before == [1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(("norm", "scale"), [(0.5, 1.0), (4.0, 8.0)])
 def test_a_large_gradient_is_scaled_down(norm: float, scale: float):
-    assert judge(BadStepFilter(CPU, max_grad_norm=0.5), 1.0, norm)[0] == pytest.approx(scale, rel=1e-5)
-    assert judge(BadStepFilter(CPU, max_grad_norm=0.0), 1.0, norm)[0] == 1.0
+    assert judge(BadSteps(CPU, max_grad_norm=0.5), 1.0, norm)[0] == pytest.approx(scale, rel=1e-5)
+    assert judge(BadSteps(CPU, max_grad_norm=0.0), 1.0, norm)[0] == 1.0
 
 
 def test_a_spike_lies_so_many_deviations_above_the_mean():
     losses = [3 + math.sin(i) for i in range(WINDOW)]
     mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
 
-    def bad_steps() -> BadStepFilter:
-        bad_steps = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=4.0)
+    def bad_steps() -> BadSteps:
+        bad_steps = BadSteps(CPU, max_grad_norm=1.0, spike_deviations=4.0)
         assert not any(judge(bad_steps, loss)[1] for loss in losses)
-        assert bad_steps.statistics() == pytest.approx([WINDOW, mean, deviation**2])
+        assert bad_steps.state_dict()["losses"].tolist() == pytest.approx([WINDOW, mean, deviation**2])
         return bad_steps
 
     assert not judge(bad_steps(), mean + 3.99 * deviation)[1]
@@ -55,8 +55,8 @@ def test_a_spike_lies_so_many_deviations_above_the_mean():
 
 def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off():
     new, off = (
-        BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=2.0),
-        BadStepFilter(CPU, max_grad_norm=1.0),
+        BadSteps(CPU, max_grad_norm=1.0, spike_deviations=2.0),
+        BadSteps(CPU, max_grad_norm=1.0),
     )
     for _ in range(WINDOW - 1):
         assert not judge(new, 1.0)[1]
@@ -67,10 +67,11 @@ def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off
 
 
 def test_a_filter_continues_from_the_statistics_of_another():
-    first = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=3.0)
+    first = BadSteps(CPU, max_grad_norm=1.0, spike_deviations=3.0)
     for i in range(250):
         judge(first, 2 + math.cos(i))
-    second = BadStepFilter(CPU, max_grad_norm=1.0, spike_deviations=3.0, statistics=first.statistics())
+    second = BadSteps(CPU, max_grad_norm=1.0, spike_deviations=3.0)
+    second.load_state_dict([first.state_dict()])
     for i in range(50):
         assert judge(first, 2 + math.cos(3 * i)) == judge(second, 2 + math.cos(3 * i))
-    assert first.statistics() == second.statistics()
+    assert torch.equal(first.state_dict()["losses"], second.state_dict()["losses"])

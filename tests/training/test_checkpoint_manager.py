@@ -18,12 +18,12 @@ from engine_steps import checksum, make_batch, make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
-from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.checkpoint import TrainState, rank_files
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
+from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.process_group import join
 from fla_train.utils.staging_buffer import StagingBuffer
 
@@ -226,7 +226,7 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     And whether the checkpoint holds the weights from before, and fits in the memory reserved for it.
     """
     engine = build_engine(make_model(config), config)
-    bad_steps = BadStepFilter(torch.device("cpu"), max_grad_norm=1.0)
+    bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=1.0)
     manager = CheckpointManager(engine, folder, keep=0, keep_every=0, log=print)
     train_step(engine, [make_batch(0)], 0.1, bad_steps)
     sums = [checksum(engine.module)]

@@ -1,8 +1,6 @@
 """Context parallelism: ranks that share sequences compute what one process with whole sequences does."""
 
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,7 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, pack
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training import checkpoint
-from fla_train.training.config import TrainConfig, validate
+from fla_train.training.config import TrainConfig
 from fla_train.training.process_group import join, split_ranks
 from fla_train.training.run_data import split_batch
 from fla_train.utils.records import read_metrics
@@ -160,51 +157,3 @@ def test_a_run_logs_what_one_process_does(
     ranks = ["launch.num_processes=2", "launch.context_parallel=2"]
     warm_ranks.launch(make_config(*SETTINGS, f"run.dir={tmp_path / 'run'}", *ranks))
     assert_equal_metrics(tmp_path / "run", whole)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_another_number_of_parts(
-    whole: Path, make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
-):
-    run = tmp_path / "run"
-    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("hf", "plots", checkpoint.folder_name(STEPS)))
-    ranks = ["launch.num_processes=2", "launch.context_parallel=2"]
-    warm_ranks.launch(make_config(*SETTINGS, f"run.dir={run}", *ranks))
-    assert f"{checkpoint.folder_name(RESUMED)}" in (run / "train.log").read_text()
-    assert_equal_metrics(run, whole)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("processes", "parts"), [(2, 2), (4, 4), (4, 2)])
-def test_thirty_steps_have_the_losses_of_one_process(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, processes: int, parts: int
-):
-    settings = [*SETTINGS, "trainer.max_steps=30", "trainer.checkpoint_every=0"]
-    for name, ranks in {"one": (1, 1), "several": (processes, parts)}.items():
-        launch = [f"launch.num_processes={ranks[0]}", f"launch.context_parallel={ranks[1]}"]
-        warm_ranks.launch(make_config(*settings, f"run.dir={tmp_path / name}", *launch))
-    assert_equal_metrics(tmp_path / "several", tmp_path / "one")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["launch.num_processes=3", "launch.context_parallel=2"],
-        ["launch.context_parallel=2", "trainer.seq_len=33", "trainer.global_batch_tokens=auto"],
-        ["launch.context_parallel=2", "trainer.seq_len=6", "trainer.global_batch_tokens=auto"],
-        ["launch.context_parallel=2", "launch.overlap_communication=true"],
-        ["launch.context_parallel=2", "task=group_words"],
-        ["launch.context_parallel=2", "trainer.initial_state=passing"],
-        ["launch.context_parallel=2", "data.contiguous=true"],
-    ],
-)
-def test_what_cannot_be_had_is_refused(make_config: Make, settings: list[str]):
-    with pytest.raises(ValueError, match=r"launch\.context_parallel"):
-        validate(make_config("launch.device=cpu", "launch.num_processes=2", *settings))
-
-
-def test_models_of_other_libraries_are_refused(make_config: Make):
-    config = make_config("launch.device=cpu", "launch.num_processes=2", "launch.context_parallel=2")
-    llama = {"source": "hf", "model_type": "llama", "config": {"num_hidden_layers": 1}, "vocab_size": 320}
-    with pytest.raises(ValueError, match=r"launch\.context_parallel above 1 .* another library"):
-        validate(replace(config, model=llama))

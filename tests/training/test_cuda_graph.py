@@ -20,29 +20,11 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
-from fla_train.training.config import TrainConfig, register, to_config, to_yaml
-from fla_train.training.cuda_graph import CudaGraphPass, gradients_of, records_graph
+from fla_train.training.config import TrainConfig, records_graph, register, to_config, to_yaml
+from fla_train.training.features.cuda_graph import CudaGraphPass
 from fla_train.training.model import build_model
-from fla_train.training.plan import make_plan
 from fla_train.utils.random_states import differing, random_states
 from tests.ranks import start_ranks
-
-
-def test_gradients_without_the_parameters_own_nodes_are_those_of_a_backward_pass(
-    make_config: Callable[..., TrainConfig],
-):
-    model = engine_steps.make_model(make_config("model.tie_word_embeddings=true"))
-    parameters = dict(model.named_parameters())
-    ids, labels = engine_steps.make_batch(0)
-    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
-    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-    loss, gradients = gradients_of(model, leaves, inputs, bf16=False)
-    assert all(p.grad is None for p in parameters.values())
-    expected = model(**inputs, use_cache=False).loss
-    expected.backward()
-    assert loss.item() == expected.item() and not loss.requires_grad
-    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("mode", ["false", "true", "selective"])
@@ -58,17 +40,6 @@ def test_steps_by_it_are_those_of_the_engine(
     ]
     config = make_config("launch.device=cpu", *more)
     assert warm_ranks.run(1, cuda_graph_steps.rehearse, config) == [[3, 3, 0]]
-
-
-def test_parameters_that_moved_are_recorded_anew(make_config: Callable[..., TrainConfig]):
-    model = engine_steps.make_model(make_config())
-    cuda_graph = cuda_graph_steps.Rehearsal(model, bf16=False)
-    ids, labels = engine_steps.make_batch(0)
-    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
-    losses = [cuda_graph(inputs).item() for _ in range(2)]
-    model.model.norm.weight.data = 2 * model.model.norm.weight.data
-    losses.append(cuda_graph(inputs).item())
-    assert cuda_graph.recordings == 2 and losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_(en|dis)able")
@@ -107,16 +78,6 @@ def test_only_runs_on_a_gpu_that_ask_for_it_record(
     with patch.object(torch, "get_rng_state", wraps=torch.get_rng_state) as read:
         model.train()(input_ids=ids, labels=labels, use_cache=False).loss.backward()
     assert read.called != records
-
-
-def test_the_plan_has_room_for_a_step_beside_the_graph(make_config: Callable[..., TrainConfig]):
-    more = ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8"]
-    bytes_of = {
-        keys: make_plan(make_config(*more, *keys), None).memory_bytes
-        for keys in ((), ("trainer.cuda_graph=true",), ("trainer.cuda_graph=true", "trainer.stats_every=0"))
-    }
-    plain, with_statistics, graph = bytes_of.values()
-    assert graph == plain < with_statistics < 2 * plain
 
 
 TRANSFORMERS = ["mamba_signed/tiny", *(f"hf/{name}/tiny" for name in ("llama", "mamba2", "xlstm"))]
@@ -189,34 +150,6 @@ def test_what_a_recording_would_not_repeat_is_left_to_the_caller(
         assert cuda_graph(batch) is None and not cuda_graph.recordable
     assert not differing(states, random_states())
     assert cuda_graph.recordings == 1 and caplog.text.count("trainer.cuda_graph=true") == 1
-
-
-def test_random_numbers_go_on_where_they_were(make_config: Callable[..., TrainConfig]):
-    model = engine_steps.make_model(make_config()).train()
-    states = random_states()
-    torch.rand(1)
-    assert differing(states, random_states()) == {"torch"}
-    cuda_graph = cuda_graph_steps.Rehearsal(model, bf16=False)
-    model.register_forward_pre_hook(lambda module, inputs: np.random.rand() and None)
-    ids, labels = engine_steps.make_batch(0)
-    states = random_states()
-    assert cuda_graph({"input_ids": ids, "labels": labels}) is None
-    assert not differing(states, random_states())
-
-
-def test_an_error_of_the_model_is_not_taken_for_waiting(make_config: Callable[..., TrainConfig]):
-    model = engine_steps.make_model(make_config()).train()
-    passes = []
-
-    def fail(module: nn.Module, inputs: object) -> None:
-        passes.append(1)
-        if len(passes) == 3:
-            raise RuntimeError("a kernel of the third pass")
-
-    model.register_forward_pre_hook(fail)
-    ids, labels = engine_steps.make_batch(0)
-    with pytest.raises(RuntimeError, match="third pass"):
-        cuda_graph_steps.Rehearsal(model, bf16=False)({"input_ids": ids, "labels": labels})
 
 
 def test_a_recording_that_fails_names_the_setting(

@@ -1,4 +1,4 @@
-"""What DeepSpeed does without each of our patches. A test that fails here says that its patch can go."""
+"""DeepSpeed without each of our patches. If a test fails here, its patch is no longer needed."""
 
 import pickle
 import subprocess
@@ -20,7 +20,7 @@ from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory, colle
 
 
 def unpatched(code: str, tmp_path: Path) -> str:
-    """What `code` prints in a process of its own, in which nothing is patched."""
+    """Return what `code` prints in a separate process without patches."""
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()[-1]
@@ -74,7 +74,7 @@ def test_it_hooks_every_gradient(make_config: Callable[..., TrainConfig], warm_r
 
 
 def hooks_and_parameters(config: TrainConfig) -> tuple[int, int]:
-    """On a rank: hooks that DeepSpeed has put on gradients (ours removed them), and parameters."""
+    """Return, on a rank, hooks that DeepSpeed has put on gradients (ours removed them), and parameters."""
     from fla_train.models import build_config
     from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine
@@ -93,7 +93,7 @@ def test_its_hooks_reduce_in_fp32_under_autocast_whatever_the_config_says(
 
 
 def dtypes_of_the_hooks(config: TrainConfig, patched: bool) -> tuple[torch.dtype, torch.dtype]:
-    """On a rank: the dtype in which hooks reduce the first parameter's gradient, and that of the config."""
+    """Return, on a rank, the dtype in which hooks reduce the first parameter's gradient, and that of the config."""
     from fla_train.models import build_config
     from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine
@@ -115,7 +115,7 @@ def test_it_keeps_a_copy_of_weights_that_are_fp32_already(
 
 
 def masters_are_weights(config: TrainConfig, patched: bool) -> bool:
-    """On a rank: whether the masters, and what the parameters are linked to, lie in the weights' memory."""
+    """Return, on a rank, whether masters and linked fragments share the weights' memory."""
     from fla_train.models import build_config
     from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine
@@ -142,11 +142,11 @@ def test_its_step_copies_all_gradients_into_one_tensor(
 
 
 def makes_a_flat_gradient(config: TrainConfig, patched: bool) -> bool:
-    """On a rank: whether a second step makes a tensor of the size of a group of parameters."""
+    """Return, on a rank, whether a second step makes a tensor of the size of a group of parameters."""
     from engine_steps import make_batch, make_model
 
-    from fla_train.training.bad_steps import BadStepFilter
     from fla_train.training.engine import build_engine, train_step
+    from fla_train.training.features.bad_steps import BadSteps
     from fla_train.training.optimizer import build_optimizer
 
     def plain(model: torch.nn.Module, config: object, **_: bool) -> torch.optim.Optimizer:
@@ -156,7 +156,7 @@ def makes_a_flat_gradient(config: TrainConfig, patched: bool) -> bool:
         if not patched:
             patches.setattr("fla_train.training.engine.build_optimizer", plain)
         engine = build_engine(make_model(config), config)
-    bad_steps = BadStepFilter(engine.device, max_grad_norm=1.0)
+    bad_steps = BadSteps(engine.device, max_grad_norm=1.0)
     train_step(engine, [make_batch(0)], 1e-3, bad_steps)
     made = []
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fla_train.data.sampler import Batch, pack
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.evaluator import Evaluation, bucket_names, evaluate, weighted
+from fla_train.training.features.evaluation import Losses, bucket_names, evaluate, weighted
 from tests.models.small_models import small_config
 
 LENGTH = 20
@@ -17,7 +17,7 @@ LENGTH = 20
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What `evaluate` uses of a DeepSpeed engine, on one rank."""
+    """The engine that `evaluate` needs, on one rank."""
     torch.manual_seed(0)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     model = DeltaProductForCausalLM(small_config(backend="chunk"))
@@ -78,11 +78,11 @@ def test_batches_add_up_and_may_be_absent(engine: SimpleNamespace):
     whole = evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2)
     parts = evaluate(engine, [Batch(i, i) for i in ids.split([1, 3])], seq_len=LENGTH, buckets=2)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert evaluate(engine, [], seq_len=LENGTH, buckets=2) == Evaluation(0.0, {})
+    assert evaluate(engine, [], seq_len=LENGTH, buckets=2) == Losses(0.0, {})
 
 
 def test_weighted_mean_of_parts():
-    web, code = Evaluation(3.0, {"1-9": 3.5, "10-19": 2.5}), Evaluation(1.0, {"1-9": 1.5})
+    web, code = Losses(3.0, {"1-9": 3.5, "10-19": 2.5}), Losses(1.0, {"1-9": 1.5})
     both = weighted([(web, 0.75), (code, 0.25)])
     assert both.loss == 2.5
     assert both.by_context == {"1-9": 3.0, "10-19": 2.5}

@@ -4,10 +4,8 @@ U = 2^-8 bounds the relative error of one rounding to bf16 (8 bits of precision,
 ranks rounds its gradient, and the sum is rounded again.
 """
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import engine_steps
 import pytest
@@ -18,11 +16,9 @@ from warm_ranks import WarmRanks
 
 from fla_train.bench.ranks import on_ranks
 from fla_train.data.sampler import BatchSampler
-from fla_train.training import checkpoint
-from fla_train.training.bad_steps import BadStepFilter
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, deepspeed_config, train_step
-from fla_train.utils.records import read_metrics
+from fla_train.training.features.bad_steps import BadSteps
 
 Make = Callable[..., TrainConfig]
 U = 2.0**-8
@@ -43,7 +39,7 @@ def with_reduction(config: TrainConfig, dtype: str, **trainer: object) -> TrainC
 
 
 def step_of(config: TrainConfig, overlap: bool) -> list[Tensor]:
-    """On each rank: the gradient of every parameter, as AdamW's first step shows it in the weights."""
+    """Return, on each rank, the gradient of every parameter, as AdamW's first step shows it in the weights."""
 
     def settings(*given: object, **options: object) -> dict:
         chosen = deepspeed_config(*given, **options)
@@ -59,12 +55,12 @@ def step_of(config: TrainConfig, overlap: bool) -> list[Tensor]:
     )
     ids, labels = (part.to(engine.device) for part in engine_steps.make_batch(0))
     pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
-    train_step(engine, pairs, EPS, BadStepFilter(engine.device, max_grad_norm=0.0)).read()
+    train_step(engine, pairs, EPS, BadSteps(engine.device, max_grad_norm=0.0)).read()
     return [old - p.detach().cpu() for old, p in zip(before, engine.module.parameters(), strict=True)]
 
 
 def parts_of_the_gradient(config: TrainConfig, ranks: int) -> list[list[list[Tensor]]]:
-    """By plain PyTorch: for each rank and each of its micro-batches, the gradient of every parameter."""
+    """Return, by plain PyTorch, each parameter's gradient for each rank and micro-batch."""
     ids, labels = engine_steps.make_batch(0)
     targets = (labels[:, 1:] != -100).sum()
     model = engine_steps.make_model(config)
@@ -126,43 +122,3 @@ def test_it_holds_on_two_gpus(config: TrainConfig, overlap: bool):
         for dtype in ("fp32", "bf16")
     )
     assert 1e-3 < (half - full).norm() / full.norm() < 4e-3
-
-
-def test_one_rank_rounds_nothing(config: TrainConfig, warm_ranks: WarmRanks):
-    config = replace(config, launch=replace(config.launch, num_processes=1))
-    full, half = (
-        flat(warm_ranks.run(1, step_of, with_reduction(config, dtype), False)[0])
-        for dtype in ("fp32", "bf16")
-    )
-    assert torch.equal(full, half)
-
-
-@pytest.mark.parametrize(
-    ("steps", "more"),
-    [(30, []), (8, ["launch.context_parallel=2", "trainer.micro_batch_size=4"])],
-    ids=["data parallel", "context parallel"],
-)
-def test_losses_are_close_and_a_run_resumes_exactly(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, steps: int, more: list[str]
-):
-    settings = [
-        *("launch.device=cpu", "launch.num_processes=2", "trainer.precision=fp32", *more),
-        *(f"trainer.max_steps={steps}", f"trainer.checkpoint_every={steps // 2}", "trainer.eval_every=0"),
-        *("optimizer.eps=1e-3", "optimizer.lr=3e-3"),  # rounding of near-zero gradients makes no whole steps
-    ]
-
-    def losses(name: str, dtype: str) -> list[float]:
-        run = tmp_path / name
-        warm_ranks.launch(make_config(*settings, f"trainer.gradient_reduction={dtype}", f"run.dir={run}"))
-        return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-
-    full, half = losses("fp32", "fp32"), losses("bf16", "bf16")
-    assert half != full
-    assert half == pytest.approx(full, rel=1e-4)
-    newest = checkpoint.folder_name(steps)
-    shutil.copytree(
-        tmp_path / "bf16", tmp_path / "resumed", ignore=shutil.ignore_patterns("hf", "plots", newest)
-    )
-    assert losses("resumed", "bf16") == half
-    weights = [tmp_path / name / "hf" / newest / "model.safetensors" for name in ("bf16", "resumed")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()

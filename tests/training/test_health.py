@@ -16,10 +16,11 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.data.prepare import prepare
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training import metrics, worker
 from fla_train.training import trainer as trainer_module
+from fla_train.training import worker
 from fla_train.training.config import TrainConfig, resolve, with_warmup
 from fla_train.training.engine import Outcome
+from fla_train.training.features.statistics import Statistics
 from fla_train.training.model import build_model
 from fla_train.training.trainer import Trainer
 from fla_train.utils.profiling import profiled
@@ -77,17 +78,22 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
     )
     model = DeltaProductForCausalLM(config)
     partitions = [torch.arange(4.0), torch.ones(3)]
-    engine = SimpleNamespace(
-        module=model, optimizer=SimpleNamespace(single_partition_of_fp32_groups=partitions)
+    optimizer = SimpleNamespace(single_partition_of_fp32_groups=partitions)
+    trainer = SimpleNamespace(
+        engine=SimpleNamespace(optimizer=optimizer),
+        model=model,
+        mesh=SimpleNamespace(context=None),
+        is_observed=lambda step: True,
     )
+    statistics, values = Statistics(), {}
+    statistics.attach(trainer)
     ids = torch.arange(24).view(2, 12)
-    found: dict[str, torch.Tensor] = {}
-    with metrics.step_statistics(engine, found):
-        model(input_ids=ids)
-        model(input_ids=ids.flip(0))  # a second micro-batch changes nothing
-        partitions[0].add_(3.0)
-        partitions[1].sub_(1.0)
-    values = metrics.to_host(found)
+    statistics.before_step(1, [])
+    model(input_ids=ids)
+    model(input_ids=ids.flip(0))  # a second micro-batch changes nothing
+    partitions[0].add_(3.0)
+    partitions[1].sub_(1.0)
+    statistics.after_step(1, values)
     assert values["param_norm"] == pytest.approx((9 + 16 + 25 + 36) ** 0.5)
     assert values["update_norm"] == pytest.approx((4 * 9 + 3) ** 0.5)
 

@@ -107,9 +107,9 @@ def test_a_checkpoint_of_flash_linear_attention(make_config: Make, whole: Path, 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.hidden_size=64", r"model.hidden_size=64 \(there 32\)"),
-        ("model.num_householder=3", r"model.num_householder=3 \(there 2\)"),
-        ("model.vocab_size=384", r"model.vocab_size=384 \(there 320\)"),
+        ("model.hidden_size=64", r"model.hidden_size=64 \(init_from has 32\)"),
+        ("model.num_householder=3", r"model.num_householder=3 \(init_from has 2\)"),
+        ("model.vocab_size=384", r"model.vocab_size=384 \(init_from has 320\)"),
         (
             "data.tokenizer.name=bpe",
             r"another tokenizer than data.tokenizer.name=bpe: set data.tokenizer.name=",

@@ -4,8 +4,6 @@ Where the learning rate is 0 the model stays as it was drawn, so each step's los
 """
 
 import json
-import random
-import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,18 +14,15 @@ import torch
 from torch import Tensor
 from warm_ranks import WarmRanks
 
-from fla_train.cli.app import compose
 from fla_train.data.dataset import permute
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.cache import cache_for
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training import checkpoint
-from fla_train.training.config import TrainConfig, to_config, validate
-from fla_train.training.initial_states import InitialStates
+from fla_train.training.config import TrainConfig, validate
+from fla_train.training.features.initial_states import InitialStates
 from fla_train.utils.records import read_metrics
 from tests.models.small_models import small_config
-from tests.training.test_resume import launch_and_kill, losses, steps_logged
 
 Make = Callable[..., TrainConfig]
 ROWS, SEQ_LEN, STEPS, EOS = 8, 32, 4, 2
@@ -116,7 +111,7 @@ def test_contiguous_rows_are_long_sequences(
                 logits = model(row[None, first:last]).logits[0]
             begun += first > 0
             for place in range(first + 1, last):
-                if place % SEQ_LEN:  # a sequence's first token is no target
+                if place % SEQ_LEN:  # a sequence's first token is not a target
                     sums[place // SEQ_LEN] += torch.nn.functional.cross_entropy(
                         logits[place - first - 1].double(), row[place]
                     )
@@ -142,75 +137,29 @@ def test_evaluation_and_zero_states_stay_as_they_were(
     assert found["zero"][1][0] != found["scaled"][1][0]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_resumed_run_is_the_undisturbed_one(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str
-):
-    common = [*CPU, *MODES[mode], "trainer.eval_every=0", "schedule=constant"]
-    warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'whole'}", "trainer.max_steps=6"))
-    for steps in (3, 6):
-        warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'again'}", f"trainer.max_steps={steps}"))
-    assert train_losses(tmp_path / "again") == train_losses(tmp_path / "whole")
-    assert len(train_losses(tmp_path / "again")) == 6
-
-
-@pytest.mark.usefixtures("unwatched")
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["passing", "contiguous"])
-def test_a_killed_run_resumes_exactly(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str):
-    more = [*CPU, *MODES[mode], "launch.num_processes=2"]
-    warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
-    run, reached = tmp_path / "killed", random.randint(4, 11)
-    launch_and_kill(make_config(f"run.dir={run}", *more), lambda: steps_logged(run) >= reached)
-    warm_ranks.launch(make_config(f"run.dir={run}", *more))
-    assert losses(run) == losses(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["passing", pytest.param("noise", marks=pytest.mark.long), "documents"])
-def test_another_number_of_ranks_carries_the_same_states(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str
-):
-    """From one rank to two and four, with other micro-batches: rows are those of the data's order."""
-    common = [*CPU, *MODES[mode], "trainer.eval_every=0", "schedule=constant", "optimizer.eps=1e-3"]
-    parts = [(2, 1, 2), (4, 2, 2), (6, 4, 1)]  # up to a step, by so many ranks, with such micro-batches
-    warm_ranks.launch(make_config(*common, f"run.dir={tmp_path / 'whole'}", "trainer.max_steps=6"))
-    for steps, ranks, micro_batch in parts:
-        more = [f"launch.num_processes={ranks}", f"trainer.micro_batch_size={micro_batch}"]
-        run = [f"run.dir={tmp_path / 'moved'}", f"trainer.max_steps={steps}"]
-        warm_ranks.launch(make_config(*common, *run, *more))
-    said = (tmp_path / "moved" / "train.log").read_text()
-    assert "start from zero" not in said
-    assert train_losses(tmp_path / "moved") == pytest.approx(train_losses(tmp_path / "whole"), rel=1e-5)
-
-
-def test_a_checkpoint_without_such_states_says_so(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
-    """The second half of a run passes states on, and then draws noise; each change starts from zero."""
-    common = [*FROZEN, f"run.dir={tmp_path}"]
-    warm_ranks.launch(make_config(*common, "trainer.max_steps=1"))
-    warm_ranks.launch(make_config(*common, *MODES["passing"], "trainer.max_steps=2"))
-    log = tmp_path / "train.log"
-    assert "step-0000001 holds no states: the sequences of the next step start from zero" in log.read_text()
-    passed = tmp_path / "checkpoints" / "step-0000002"
-    assert checkpoint.find_error(passed) is None and (passed / "states-0.pt").is_file()
-    warm_ranks.launch(make_config(*common, *MODES["noise"], "trainer.max_steps=3"))
-    assert "of another kind (passing)" in log.read_text()
-    # and one whose states are damaged counts as damaged
-    damaged = shutil.copytree(passed, tmp_path / "copy" / passed.name)
-    with (damaged / "states-0.pt").open("r+b") as file:
-        file.truncate(100)
-    assert checkpoint.find_error(damaged)
-
-
 def test_a_hybrid_passes_the_states_of_its_linear_layers(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
 ):
     hybrid = ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"]
     warm_ranks.launch(make_config(*FROZEN, *hybrid, *MODES["contiguous"], f"run.dir={tmp_path}"))
     assert "attention layers carry nothing" in (tmp_path / "train.log").read_text()
-    saved = torch.load(tmp_path / "checkpoints" / f"step-{STEPS:07d}" / "states-0.pt")["states"]
+    saved = torch.load(tmp_path / "checkpoints" / f"step-{STEPS:07d}" / "features-0.pt")["initial_states"][
+        "states"
+    ]
     assert {name.split(".")[1] for name in saved} == {"0"}
     assert saved["recurrent.0.0"].flatten(1).any(1).all()
+
+
+class OneRank:
+    """The engine that `InitialStates` needs."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: DeltaProductForCausalLM):
+        self.module, self.eval, self.train = model, model.eval, model.train
+
+    def __call__(self, **inputs: object):
+        return self.module(**inputs)
 
 
 @pytest.mark.usefixtures("alone")
@@ -224,27 +173,30 @@ class TestOneRank:
         states = InitialStates(
             kind,
             noise=noise,
-            zero_share=share,
+            zero_fraction=share,
             seed=5,
             sampler=BatchSampler(64, micro_batch),
-            layers=2,
-            device=torch.device("cpu"),
+            engine=OneRank(model),
         )
-        states.prepare(model, Batch(torch.ones(micro_batch, 6, dtype=torch.int64), None))
+        self.begin(states, 0)
         assert model.training
         return states
 
+    def begin(self, states: InitialStates, number: int) -> None:
+        """Begin step `number`, from 0."""
+        rows = states._sampler.micro_batch
+        states.before_step(number + 1, [Batch(torch.ones(rows, 6, dtype=torch.int64), None)])
+
     def starts(self, states: InitialStates, layer: int) -> Tensor:
-        """[64, H, K, V]: what the rows start from."""
-        return torch.cat([part.layers[layer].recurrent_states[0] for part in states.passes])
+        """[64, H, K, V]: the states that the rows start from."""
+        return torch.cat([part.layers[layer].recurrent_states[0] for part in states._passes])
 
     def step(self, states: InitialStates, number: int, final: Callable[[int], Tensor]) -> None:
-        states.begin(number, [])
-        for index, part in enumerate(states.passes):
+        self.begin(states, number)
+        for index, part in enumerate(states._passes):
             for layer in range(2):
                 part.update_recurrent_state(final(layer).expand(part.rows, -1, -1, -1), layer)
-            states.end_pass(index)
-        states.end_step()
+            states.after_backward(index)
 
     def test_fitted_noise_has_the_moments_of_each_head(self):
         states = self.made("noise")
@@ -257,32 +209,32 @@ class TestOneRank:
                 2, 2, 8, 16, generator=draw
             )
 
-        states.begin(0, [])
+        self.begin(states, 0)
         assert not self.starts(states, 0).any()  # nothing was seen yet
         for number in range(3):
             self.step(states, number, final)
-        states.begin(3, [])
+        self.begin(states, 3)
         for layer in range(2):
             found = self.starts(states, layer)
             torch.testing.assert_close(found.mean((0, 2, 3)), means[layer], rtol=0, atol=0.1)
             torch.testing.assert_close(found.std((0, 2, 3)), deviations[layer], rtol=0.05, atol=0)
         before = self.starts(states, 0)
-        states.begin(4, [])
+        self.begin(states, 4)
         assert not torch.allclose(before, self.starts(states, 0))
-        states.begin(3, [])
+        self.begin(states, 3)
         assert torch.equal(before, self.starts(states, 0))  # a function of the step
 
     def test_scaled_noise_and_the_share_of_zeros(self):
         whole, by_four = (self.made("noise", 0.5, 0.25, micro_batch) for micro_batch in (2, 4))
         shares = []
         for number in range(20):
-            whole.begin(number, [])
+            self.begin(whole, number)
             found = self.starts(whole, 1)
             zero = ~found.flatten(1).any(1)
             shares.append(zero.float().mean())
             assert found[~zero].std().item() == pytest.approx(0.5, rel=0.05)
         assert torch.stack(shares).mean().item() == pytest.approx(0.25, abs=0.05)
-        by_four.begin(19, [])
+        self.begin(by_four, 19)
         assert torch.equal(self.starts(by_four, 1), found)  # whatever the micro-batches
 
     def test_a_lost_row_starts_from_zero(self):
@@ -295,28 +247,11 @@ class TestOneRank:
             return state
 
         self.step(states, 0, final)
-        states.begin(1, [])
+        self.begin(states, 1)
         for layer in range(2):
             assert (
                 self.starts(states, layer).flatten(1).sum(1).sort().values.tolist() == [0] * 32 + [256] * 32
             )
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ("trainer.initial_state=passing data.contiguous=true", "trainer.initial_state other"),
-        ("data.contiguous=true model=transformer/tiny", "data.contiguous"),
-        ("trainer.initial_state=noise trainer.state_noise=loud", "trainer.state_noise=loud"),
-        ("trainer.initial_state=noise trainer.state_noise=-1", "trainer.state_noise=-1"),
-        ("trainer.zero_state_share=1.5", "trainer.zero_state_share=1.5"),
-        ("trainer.initial_state=old", "trainer.initial_state=old"),
-        ("data.contiguous=true data.stream=true", "contiguous=true"),
-    ],
-)
-def test_what_cannot_be_had_is_named(make_config: Make, options: str, named: str):
-    with pytest.raises(ValueError, match=named):
-        validate(make_config("launch.device=cpu", *options.split()))
 
 
 STATELESS = """
@@ -342,10 +277,3 @@ def test_a_mixer_of_ones_own_needs_states(make_config: Make, tmp_path: Path, mon
     with pytest.raises(ValueError, match=r"data\.document_boundaries"):
         more = ["model.mixer=stateless_mixers:Sum", "data.document_boundaries=true"]
         validate(make_config(*common, *more))
-
-
-@pytest.mark.usefixtures("make_config")
-def test_models_of_other_libraries_take_no_states():
-    options = ["model=hf/mamba2/tiny", "data=stdlib", "trainer.initial_state=passing", "launch.device=cpu"]
-    with pytest.raises(ValueError, match="not supported with a model of another library"):
-        validate(to_config(compose("train", [*options, "logger=none"])))

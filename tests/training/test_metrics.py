@@ -279,4 +279,4 @@ def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture
     ],
 )
 def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, read):
-    assert readable_late(unread, log_every) == read
+    assert readable_late(unread, [log_every, 10]) == read

@@ -35,6 +35,7 @@ def test_an_export_carries_no_path_of_the_machine(whole: Path, corpus: Path):
         ("trainer.suite_options=['mirror=/home/jane/mirror']", None),
         ("launch.main_process_ip=jane.internal", None),
         ("logger.wandb.project=jane", None),
+        ("trainer.callbacks=[{class: callbacks:Ema, secret: jane}]", "callbacks:Ema"),
         ("run.dir=runs/jane", None),
         ("data.cache_dir=/scratch/jane", None),
     ],

@@ -1,4 +1,4 @@
-"""Synthetic tasks through the whole trainer: accuracy as validation, exact resume, the recipes' configs."""
+"""Synthetic tasks through the whole trainer: accuracy as validation, targets, the recipes' configs."""
 
 import json
 from collections.abc import Callable
@@ -65,13 +65,10 @@ def scores(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_reports_accuracy_and_resumes_exactly(make, warm_ranks: WarmRanks, tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
+def test_a_run_reports_accuracy(make, warm_ranks: WarmRanks, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
     warm_ranks.launch(make(*SMALL, f"run.dir={whole}"))
-    for steps in (4, 8):
-        warm_ranks.launch(make(*SMALL, f"run.dir={halves}", f"trainer.max_steps={steps}"))
     assert len(scores(whole)) == 10
-    assert scores(halves) == scores(whole)
     records = [r for r in read_metrics(whole / "metrics.jsonl") if "validation_loss" in r]
     assert [record["step"] for record in records] == [4, 8]
     for name in ("train_length", "longer"):

@@ -1,8 +1,8 @@
 """Forward and backward pass as one CUDA graph, where kernels take less time than their launches.
 
-A word problem's model keeps a GPU busy for a millisecond or two of each step, while the host takes several
-times as long to launch a hundred kernels and more one by one. Selective activation checkpointing makes the
-host slow with large models, too. Recorded once, kernels are launched together.
+The model of a word problem keeps a GPU busy for one or two milliseconds per step, while the host takes
+several times as long to launch its hundred or more kernels one by one. Selective activation checkpointing
+makes the host slow with large models too. A recorded graph launches all kernels together.
 """
 
 import logging
@@ -15,27 +15,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fla_train.training.config import TrainConfig, resolve_device
+from fla_train.data.sampler import Batch
+from fla_train.training import engine
+from fla_train.training.callback import Callback
+from fla_train.training.engine import gradients_of
 from fla_train.utils.random_states import differing, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
-WAITED = "synchronizing CUDA operation"  # of torch's error for an operation that waits
+WAITED = "synchronizing CUDA operation"  # in torch's error for an operation that waits
 
 
-def records_graph(config: TrainConfig) -> bool:
-    """Whether a run asks for its passes to be recorded."""
-    return config.trainer.cuda_graph and resolve_device(config) == "cuda"
+class CudaGraph(Callback):
+    """Run each step's pass by a `CudaGraphPass`, but for steps with statistics: a graph runs no hooks.
+
+    Args:
+        graph: of the model.
+    """
+
+    def __init__(self, graph: "CudaGraphPass"):
+        self._graph, self._active = graph, True
+
+    def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
+        self._active = not self.trainer.is_observed(step)
+
+    def run_pass(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        return self._graph(inputs) if self._active else None
 
 
 class CudaGraphPass:
-    """Loss and gradients of one micro-batch, by replaying a recording of the pass.
+    """Compute loss and gradients of one micro-batch by replaying a recording of the pass.
 
     Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
-    and anything else that Python does in the pass happen while recording only. Some passes can't be
-    recorded: those that wait for the GPU, that draw random numbers on the host, or that run a backward pass
-    of their own within it. A warning says so, and from then on the caller runs them.
+    and all other Python code of the pass run only while recording. Some passes can't be recorded: those that
+    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass. They are
+    logged once, and from then on the caller runs them.
 
     Args:
         module: on a GPU, in training mode.
@@ -47,13 +61,14 @@ class CudaGraphPass:
 
     def __init__(self, module: nn.Module, *, bf16: bool):
         self._module, self._bf16 = module, bf16
-        self._key: tuple | None = None  # of what is recorded
+        self._key: tuple | None = None  # shapes and addresses of the recorded pass
         self.recordable = True
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.
 
-        What is no tensor, such as the states to start from, is recorded as it is: its tensors must stay.
+        Values that are not tensors, such as initial states, are recorded as they are: their tensors must
+        stay where they are.
 
         Returns:
             The loss, fp32 scalar; it and the gradients hold until the next call. None if the pass can't be
@@ -82,10 +97,10 @@ class CudaGraphPass:
         return self._loss
 
     def _record(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        self._key = self._graph = self._loss = self._gradients = None  # give the old one's memory back
+        self._key = self._graph = self._loss = self._gradients = None  # frees the memory of the old graph
         self._inputs = {name: value.clone() for name, value in inputs.items()}
-        # Leaves of their own, in the same memory: the nodes that collect the parameters' own gradients were
-        # made on the default stream, on which nothing that is being recorded may depend.
+        # Use new leaves in the same memory: the nodes that collect the parameters' gradients were made on the
+        # default stream, on which nothing that is being recorded may depend.
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         arguments = self._inputs | self._fixed
         device = next(iter(leaves.values())).device
@@ -97,15 +112,15 @@ class CudaGraphPass:
         logger.warning("trainer.cuda_graph=true has no effect from here on: the model %s", obstacle)
         self.recordable = False
         del self._inputs, self._fixed, arguments
-        torch.cuda.empty_cache()  # frees what is cached for the side stream
+        torch.cuda.empty_cache()  # frees the memory of the side stream
 
     def _warm_up(
         self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any], device: torch.device
     ) -> str | None:
-        """Run the pass three times, so that what is compiled, tuned and allocated once is not recorded.
+        """Run the pass three times, so that compilation, tuning and first allocations are not recorded.
 
         Returns:
-            What keeps the pass from being recorded, if anything does.
+            The reason why the pass can't be recorded, or None.
         """
         states = random_states()
         for _ in range(2):
@@ -117,10 +132,12 @@ class CudaGraphPass:
         except RuntimeError as error:
             if WAITED not in str(error):
                 raise
-            waits = f"waits for the GPU in {place_of(error)}"
+            waits = f"waits for the GPU in {location_of(error)}"
         drawn = differing(before, random_states())
         set_random_states(states)
-        recomputed = any(getattr(part, "gradient_checkpointing", False) for part in self._module.modules())
+        recomputed = any(
+            getattr(module, "gradient_checkpointing", False) for module in self._module.modules()
+        )
         if recomputed and drawn:
             raise ValueError(
                 "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
@@ -131,7 +148,7 @@ class CudaGraphPass:
         if drawn - {"cuda"}:
             return "draws random numbers on the host"
         if any(leaf.grad is not None for leaf in leaves.values()):
-            return "adds to gradients by a backward pass of its own"
+            return "adds to gradients by a backward pass inside its forward pass"
         return None
 
     def _capture(
@@ -139,9 +156,9 @@ class CudaGraphPass:
     ) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, such as NCCL's, call CUDA for things that a capture forbids in its own thread.
+            # Other threads, such as NCCL's, make CUDA calls that a capture forbids in its own thread.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                found = gradients_of(self._module, leaves, arguments, bf16=self._bf16)
+                recorded = gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -150,12 +167,12 @@ class CudaGraphPass:
                 f"the model's pass can't be recorded as a CUDA graph ({reason}): set trainer.cuda_graph=false"
             ) from error
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph, (self._loss, self._gradients) = graph, found
+        self._graph, (self._loss, self._gradients) = graph, recorded
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """A stream beside the current one of a GPU, which waits for it before and after; None on a CPU."""
+    """Inside, run on a second stream of the GPU, ordered after and before the current one; None on a CPU."""
     if device.type != "cuda":
         yield None
         return
@@ -168,12 +185,12 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
 
 @contextmanager
 def waiting_forbidden(device: torch.device) -> Iterator[None]:
-    """Within it most operations for which the host waits for a GPU raise `RuntimeError`, as in a capture."""
+    """Inside, most operations for which the host waits for a GPU raise `RuntimeError`, as in a capture."""
     if device.type != "cuda":
         yield
         return
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore"):  # that it does not find all of them
+    with warnings.catch_warnings(action="ignore"):  # the warning that it does not find all of them
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -181,23 +198,12 @@ def waiting_forbidden(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def place_of(error: Exception) -> str:
-    """Where the model's code raised an error in a pass."""
-    own, torchs = Path(__file__), Path(torch.__file__).parent
+def location_of(error: Exception) -> str:
+    """Return file and line of the model's code that raised an error in a pass."""
+    library = Path(torch.__file__).parent
     frames = [
-        frame for frame in extract_tb(error.__traceback__) if torchs not in Path(frame.filename).parents
+        frame for frame in extract_tb(error.__traceback__) if library not in Path(frame.filename).parents
     ]
-    if not frames or Path(frames[-1].filename) == own:
+    if not frames or Path(frames[-1].filename) in (Path(__file__), Path(engine.__file__)):
         return "its backward pass"
     return f"{frames[-1].filename}, line {frames[-1].lineno}"
-
-
-def gradients_of(
-    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], *, bf16: bool
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Loss of `module` with `leaves` for its parameters, and its gradient to each; None where it has none."""
-    device = next(iter(leaves.values())).device.type
-    with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        arguments = dict(inputs, use_cache=False)
-        loss = functional_call(module, dict(leaves), (), arguments).loss
-    return loss.detach(), torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)

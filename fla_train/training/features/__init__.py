@@ -1,0 +1,4 @@
+"""Features of a training run, one file each, behind the protocol of `training.callback`.
+
+`training.trainer.FEATURES` is their order.
+"""

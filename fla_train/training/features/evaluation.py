@@ -1,0 +1,371 @@
+"""Validation during training: losses of held-out text, or accuracy on a task's test sets."""
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import add
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_train.data.open_dataset import open_validation
+from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
+from fla_train.data.tokenizers import token_bytes
+from fla_train.tasks import Score, Task, tasks_for_testing
+from fla_train.tasks.config import is_own
+from fla_train.tasks.plots import plot_accuracy
+from fla_train.training.callback import Callback
+from fla_train.training.checkpoint import folder_name
+from fla_train.training.metrics import checkpoint_seconds, last_value
+from fla_train.training.resume import has_reached
+from fla_train.training.run_data import to_batch
+from fla_train.utils.filesystem import reason, write_whole
+from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.timeline import Timeline
+
+COMPONENT_PERPLEXITY = "validation_perplexity/"  # key of one component of a mixture, before its name
+
+
+class Evaluation(Callback):
+    """Evaluate every `trainer.eval_every`-th step and the last one; record and log the result.
+
+    Subclasses evaluate text or tasks.
+    """
+
+    def due(self, step: int) -> bool:
+        return self.trainer.is_due(self.trainer.config.trainer.eval_every)
+
+    def between_steps(self, step: int) -> None:
+        trainer = self.trainer
+        trainer.timeline = Timeline()  # of the end of the run, if this is its last step
+        trainer.watchdog.beat(f"evaluating after step {step}")
+        result = self.evaluate(step)
+        trainer.timeline.mark("validation")
+        if result is None:
+            return
+        record, line = result
+        for feature in trainer.features:
+            feature.after_evaluation(step, record)
+        trainer.logger.record({"step": step, "tokens": trainer.state.tokens, **record})
+        trainer.log(f"step {step:,}: {line}")
+
+    def evaluate(self, step: int) -> tuple[Record, str] | None:
+        """Return the record of `step` and a line for the log; None: there is nothing to evaluate on."""
+        raise NotImplementedError
+
+    def _beat(self, step: int, shape: Sequence[int]) -> None:
+        self.trainer.watchdog.beat(f"evaluating after step {step}", ("evaluation", tuple(shape)))
+
+    def _paths(self) -> list[str]:
+        """Return the lines of the summary that name checkpoint and model."""
+        folder, step = self.trainer.folder, self.trainer.state.step
+        return [
+            f"  checkpoint        {folder.checkpoints / folder_name(step)}",
+            f"  model             {folder.export(step)}",
+            "Next:",
+        ]
+
+    def _naming(self, key: str = "mixer") -> str:
+        """Return the option by which a command permits the import of a custom mixer; empty without one."""
+        mixer = getattr(self.trainer.model.config, "mixer", None)
+        return "" if mixer is None else f" {key}={mixer}"
+
+
+class TextEvaluation(Evaluation):
+    """Losses of held-out text: of all of it and of each component of a mixture."""
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        config, data = trainer.config, trainer.data
+        self._components = dict(open_validation(data.folder, config.trainer.seq_len))
+        if config.data.document_boundaries:
+            self._components = {
+                name: (PackedDataset(dataset), weight) for name, (dataset, weight) in self._components.items()
+            }
+        sizes = token_bytes(data.tokenizer()) if self._components else None
+        self._token_sizes = None if sizes is None else torch.from_numpy(sizes).to(trainer.engine.device)
+
+    def evaluate(self, step: int) -> tuple[Record, str] | None:
+        """Evaluate the first `trainer.eval_tokens` tokens, divided evenly among the components."""
+        settings, mesh = self.trainer.config.trainer, self.trainer.mesh
+        if not self._components:
+            return None
+        limit = max(1, settings.eval_tokens // len(self._components) // settings.seq_len)
+        results = {}
+        for name, (sequences, weight) in self._components.items():
+            batches = sequential_batches(
+                sequences,
+                settings.micro_batch_size,
+                limit=limit,
+                rank=mesh.data_rank,
+                world=mesh.data_world,
+            )
+            result = evaluate(
+                self.trainer.engine,
+                self._on_device(batches, step),
+                seq_len=settings.seq_len,
+                buckets=settings.eval_buckets,
+                token_sizes=self._token_sizes,
+            )
+            results[name] = result, weight
+        record = _text_record(results)
+        if settings.eval_buckets > 1:
+            by_context = weighted(list(results.values())).by_context
+            record |= {f"validation_loss_at/{key}": loss for key, loss in by_context.items()}
+        return record, _text_line(record)
+
+    def _on_device(self, batches: Iterable[Tensor | Batch], step: int) -> Iterator[Batch]:
+        for item in batches:
+            batch = to_batch(item, self.trainer.engine.device, self.trainer.mesh.context)
+            self._beat(step, batch.input_ids.shape)
+            yield batch
+
+    def summary(self) -> list[str]:
+        state, folder = self.trainer.state, self.trainer.folder
+        entropy = self.trainer.data.manifest["splits"]["validation"]["unigram_entropy"]
+        train, validation = last_value(folder.metrics, "loss"), last_value(folder.metrics, "validation_loss")
+        lines = ["", f"Trained {state.step:,} steps, {state.tokens:,} tokens."]
+        if state.skipped_steps:
+            lines.append(f"  skipped steps     {state.skipped_steps}")
+        if train is not None:
+            lines.append(f"  training loss     {train:.4f}")
+        if validation is not None:
+            bits = _bits(last_value(folder.metrics, "validation_bits_per_byte"))
+            lines.append(
+                f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}{bits}"
+            )
+        if entropy is not None:
+            lines.append(f"  unigram entropy   {entropy:.4f} (of the token frequencies of the same split)")
+        stalled, trained = checkpoint_seconds(folder.metrics)
+        if trained:
+            lines.append(
+                f"  time              {trained:.0f} s; {stalled / trained:.2%} more waited for checkpoints"
+            )
+        checkpoint = _option("checkpoint", folder.export(state.step))
+        return [
+            *lines,
+            f"  metrics           {folder.metrics}",
+            f"  loss curve        {folder.loss_plot}",
+            *self._paths(),
+            f"  fla-generate {checkpoint} prompt='def main('{self._naming()}",
+            f"  fla-eval {checkpoint}{self._naming()}",
+            f"  fla-train {_option('run.dir', folder.root)} trainer.max_steps={2 * state.step}"
+            + self._naming("model.mixer"),
+        ]
+
+
+class TaskEvaluation(Evaluation):
+    """Accuracy on each of a task's test sets; the run may end once `task.stop_at` is reached.
+
+    Besides the records of metrics.jsonl, rank 0 keeps the newest curves (accuracy by prefix, length or number
+    of pairs) in accuracy.json and draws them in plots/accuracy.png.
+    """
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        self._config = trainer.config.task
+        self._tests = tasks_for_testing(self._config)
+        self._look_at_target(trainer.state.step)  # killed before the run had written all its files?
+
+    def between_steps(self, step: int) -> None:
+        super().between_steps(step)
+        self._look_at_target(step)
+        if self.trainer.reached:
+            self.trainer.log(f"step {step:,}: task.stop_at reached twice in a row; the run ends here")
+
+    def evaluate(self, step: int) -> tuple[Record, str]:
+        scores = {name: self._score(task, step) for name, task in self._tests.items()}
+        record: Record = {"validation_loss": next(iter(scores.values())).mean_loss}
+        for name, task in self._tests.items():
+            record |= {f"{name}/{key}": value for key, value in scores[name].scalars(task).items()}
+        metric = next(iter(self._tests.values())).headline.replace("_", " ")
+        shown = [f"{name} {record[f'{name}/{task.headline}']:.4f}" for name, task in self._tests.items()]
+        line = f"{metric}: {', '.join(shown)}"
+        if self.trainer.rank == 0:
+            folder = self.trainer.folder
+            curves = {name: scores[name].curve(task) for name, task in self._tests.items()}
+            try:
+                write_whole(folder.accuracy, json.dumps({"step": step, "sets": curves}) + "\n")
+                plot_accuracy(curves, f"{folder.name}, step {step:,}", folder.accuracy_plot)
+            except OSError as error:
+                line += f"; the curves could not be written ({reason(error)})"
+        return record, line
+
+    def _look_at_target(self, step: int) -> None:
+        """Set `trainer.reached` on all ranks, by rank 0's reading of metrics.jsonl."""
+        if not self._config.stop_at:
+            return
+        answer = [self.trainer.rank == 0 and has_reached(self._config, self.trainer.folder, step)]
+        dist.broadcast_object_list(answer)
+        self.trainer.reached = answer[0]
+
+    @torch.no_grad()
+    def _score(self, task: Task, step: int) -> Score:
+        """Return the score of all ranks' test sequences, on every rank."""
+        config, engine = self._config, self.trainer.engine
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mine = np.arange(rank, config.test_sequences, world)
+        scores = []
+        engine.eval()
+        for rows in np.split(mine, range(config.test_batch_size, len(mine), config.test_batch_size)):
+            batch = task.batch(rows)
+            self._beat(step, batch.input_ids.shape)
+            logits = engine(input_ids=batch.input_ids.to(engine.device), use_cache=False).logits
+            scores.append(Score.of(task, logits, batch))
+        engine.train()
+        everyone: list[Score | None] = [None] * world
+        dist.all_gather_object(everyone, reduce(add, scores))
+        return reduce(add, everyone)
+
+    def summary(self) -> list[str]:
+        folder, state, kind = self.trainer.folder, self.trainer.state, self._config.kind
+        records = read_metrics(folder.metrics)
+        newest = next((r for r in reversed(records) if "validation_loss" in r), {})
+        return [
+            *("", f"Trained {state.step:,} steps, {state.sequences:,} sequences."),
+            *(self._test_line(name, newest) for name in self._tests),
+            f"  metrics           {folder.metrics}",
+            f"  accuracy curves   {folder.accuracy_plot}",
+            *self._paths(),
+            f"  fla-eval {_option('checkpoint', folder.root)} suite=expressivity{self._naming()}"
+            + (f" suite.expressivity.task={kind}" if is_own(kind) else ""),
+        ]
+
+    def _test_line(self, name: str, record: Record) -> str:
+        values = {key.partition("/")[2]: v for key, v in record.items() if key.startswith(f"{name}/")}
+        shown = [f"{key.replace('_', ' ')} {v:.4f}" for key, v in values.items() if "prefix" not in key]
+        accuracy = values.get("token_accuracy", values.get("accuracy", 0.0))
+        chance = self._tests[name].against_chance(accuracy, self._config.test_sequences)
+        return f"  {name:<18}{', '.join(shown)} {chance}".rstrip()
+
+
+def _option(key: str, path: Path) -> str:
+    """Return the option that gives a key this path, quoted for a shell."""
+    return shlex.quote(f"{key}={path}")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean losses in nats per target token over all ranks.
+
+    Attributes:
+        loss: mean over all targets.
+        by_context: {"first-last": loss} of the targets that first to last tokens of their row or document
+            precede; a bucket without targets is left out.
+        bits_per_byte: of the targets' text; None where its bytes are not known.
+    """
+
+    loss: float
+    by_context: dict[str, float]
+    bits_per_byte: float | None = None
+
+
+@torch.no_grad()
+def evaluate(
+    engine, batches: Iterable[Batch], *, seq_len: int, buckets: int, token_sizes: Tensor | None = None
+) -> Losses:
+    """Evaluate this rank's batches, on the engine's device; ranks may differ in their number.
+
+    Args:
+        seq_len: T, the longest context + 1.
+        buckets: number of equal ranges into which contexts [1, T) are divided; at most T - 1.
+        token_sizes: bytes of each token id, [ids] int64; None: not known.
+    """
+    buckets = min(buckets, seq_len - 1)
+    device = engine.device
+    sums = torch.zeros(3, buckets, device=device, dtype=torch.float64)  # losses, targets, bytes
+    engine.eval()
+    for batch in batches:
+        with torch.autocast(
+            device.type, engine.torch_autocast_dtype(), enabled=engine.torch_autocast_enabled()
+        ):
+            options = {"cu_seqlens": batch.cu_seqlens}
+            if batch.context_part is not None:
+                options |= {"shift_labels": batch.shift_labels, "context_part": batch.context_part}
+            losses = engine.module.token_losses(batch.input_ids, **options)  # of `batch.targets()`
+        target = batch.targets() != -100
+        bucket = (_context(batch) * buckets // seq_len).expand_as(losses)[target]
+        sums[0].index_add_(0, bucket, losses[target].double())
+        sums[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+        if token_sizes is not None:
+            sums[2].index_add_(0, bucket, token_sizes.to(device)[batch.targets()[target]].double())
+    engine.train()
+    dist.all_reduce(sums)
+    total, targets, sizes = sums.tolist()
+    means = {
+        name: total[i] / targets[i] for i, name in enumerate(bucket_names(seq_len, buckets)) if targets[i]
+    }
+    bits = sum(total) / math.log(2) / sum(sizes) if sum(sizes) else None
+    return Losses(sum(total) / max(1.0, sum(targets)), means, bits)
+
+
+def _text_record(results: Mapping[str, tuple[Losses, float]]) -> Record:
+    """Return loss, perplexity and bits per byte: the weighted mean, and those of each named component."""
+    mean = weighted(list(results.values()))
+    record: Record = {"validation_loss": mean.loss, "validation_perplexity": perplexity(mean.loss)}
+    if mean.bits_per_byte is not None:
+        record["validation_bits_per_byte"] = mean.bits_per_byte
+    for name, (component, _) in results.items():
+        if name:
+            record[f"validation_loss/{name}"] = component.loss
+            record[f"{COMPONENT_PERPLEXITY}{name}"] = perplexity(component.loss)
+            if component.bits_per_byte is not None:
+                record[f"validation_bits_per_byte/{name}"] = component.bits_per_byte
+    return record
+
+
+def _text_line(record: Record) -> str:
+    components = [
+        f"{key.removeprefix(COMPONENT_PERPLEXITY)} {value:.2f}"
+        for key, value in record.items()
+        if key.startswith(COMPONENT_PERPLEXITY)
+    ]
+    loss, overall = record["validation_loss"], record["validation_perplexity"]
+    each = f" ({', '.join(components)})" if components else ""
+    bits = _bits(record.get("validation_bits_per_byte"))
+    return f"validation loss {loss:.4f}, perplexity {overall:.2f}{each}{bits}"
+
+
+def _bits(bits_per_byte: float | None) -> str:
+    return "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def bucket_names(seq_len: int, buckets: int) -> list[str]:
+    """Return the contexts of each bucket, such as `1-255`: context c is in bucket floor(c buckets / T)."""
+    firsts = [max(1, -(-i * seq_len // buckets)) for i in range(buckets + 1)]
+    return [f"{first}-{after - 1}" for first, after in pairwise(firsts)]
+
+
+def weighted(components: Sequence[tuple[Losses, float]]) -> Losses:
+    """Return the mean over components of a mixture, each with its weight; weights add up to 1."""
+    by_context: dict[str, float] = {}
+    for name in dict.fromkeys(name for losses, _ in components for name in losses.by_context):
+        known = [
+            (losses.by_context[name], weight) for losses, weight in components if name in losses.by_context
+        ]
+        by_context[name] = sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known)
+    counted = all(losses.bits_per_byte is not None for losses, _ in components)
+    bits = sum(losses.bits_per_byte * weight for losses, weight in components) if counted else None
+    return Losses(sum(losses.loss * weight for losses, weight in components), by_context, bits)
+
+
+def _context(batch: Batch) -> Tensor:
+    """Return the number of tokens of the row or document before each target, int64 [1, T - 1] or [1, T]."""
+    count = batch.targets().shape[1]
+    before = 0 if batch.context_part is None else batch.context_part.start(count)
+    positions = torch.arange(before + 1, before + 1 + count, device=batch.input_ids.device)
+    if batch.cu_seqlens is None:
+        return positions[None]
+    bounds = batch.cu_seqlens.to(positions)
+    return (positions - bounds[torch.searchsorted(bounds, positions, right=True) - 1])[None]

@@ -1,0 +1,110 @@
+"""Exports of the model to `hf/`, with their cards and plots."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fla_train.hub.checksums import find_export_damage
+from fla_train.hub.export import export_model
+from fla_train.training.callback import Callback
+from fla_train.training.failures import TrainingStopped
+from fla_train.training.metrics import last_value, plot_losses
+from fla_train.training.model import model_card
+from fla_train.utils.filesystem import reason
+
+
+class Exports(Callback):
+    """Export the model, and weights that callbacks add. All ranks call it, rank 0 writes."""
+
+    error: str | None = None  # why the newest export is missing, on rank 0
+
+    def due(self, step: int) -> bool:
+        config, is_due = self.trainer.config, self.trainer.is_due
+        every = (config.trainer.export_every, config.trainer.suite_every, config.hub.push_every)
+        return not self.trainer.finished and any(map(is_due, every))
+
+    def between_steps(self, step: int) -> None:
+        self.export()
+
+    def finish(self) -> None:
+        """Export the last model while the checkpoint is written, unless an intact export exists.
+
+        Raises:
+            TrainingStopped: the last checkpoint or export could not be written.
+        """
+        self.export(last=True)
+        self.trainer.timeline.mark("export")
+        self.trainer.ensure_saved()
+        if self.error is not None:
+            raise TrainingStopped(
+                f"the model of step {self.trainer.state.step} could not be exported ({self.error}): remove "
+                "the cause (free space on a full disk) and give the same command again, which only exports"
+            )
+
+    def export(self, *, last: bool = False) -> None:
+        """Draw the plots and export this step's model; training does not end if that fails.
+
+        Args:
+            last: keep an intact export that exists already.
+        """
+        trainer, self.error = self.trainer, None
+        step = trainer.state.step
+        trainer.watchdog.beat(f"exporting step {step}")
+        models: dict[str, Mapping[str, Tensor]] = {"hf": {}}
+        for feature in trainer.features:
+            models |= feature.exported_weights()
+        if trainer.rank == 0:  # other machines may see a shared folder late
+            try:
+                plots = self._draw()
+                for name, weights in models.items():
+                    path = trainer.folder.root / name / trainer.folder.export(step).name
+                    if not (last and self._is_intact(path)):
+                        with _other_weights(trainer.model, weights):
+                            self._write(path, plots)
+            except (AssertionError, AttributeError, LookupError, NameError, TypeError):  # a bug
+                raise
+            except Exception as error:
+                self.error = reason(error)
+                trainer.log(f"step {step:,}: NO EXPORT, {self.error}")
+        dist.barrier()
+
+    def _draw(self) -> list[Path]:
+        folder = self.trainer.folder
+        plots = [folder.accuracy_plot] if folder.accuracy_plot.is_file() else []
+        if last_value(folder.metrics, "loss") is not None:
+            plots.append(plot_losses([folder.root], folder.loss_plot))
+        return plots
+
+    def _is_intact(self, export: Path) -> bool:
+        """Return whether an export exists and has no damaged file; log the damage."""
+        if not export.is_dir():
+            return False
+        damage = find_export_damage(export)
+        if damage is not None:
+            self.trainer.log(f"export {export} is written again: {damage}")
+        return damage is None
+
+    def _write(self, path: Path, plots: list[Path]) -> None:
+        trainer = self.trainer
+        card = model_card(trainer.config, trainer.data, trainer.folder, trainer.state)
+        export_model(trainer.model, trainer.data.tokenizer(), path, card, plots=plots)
+        trainer.log(f"step {trainer.state.step:,}: exported {path}")
+
+
+@contextmanager
+@torch.no_grad()
+def _other_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the parameters named in `weights` have these values."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights}
+    saved = {name: parameter.clone() for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])

@@ -1,0 +1,74 @@
+"""Statistics of every `trainer.stats_every`-th step: norms of weights and updates, gates of each layer."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fla_train.data.sampler import Batch
+from fla_train.training.callback import Callback
+
+
+class Statistics(Callback):
+    """Add to the metrics of chosen steps:
+
+    - `param_norm` after the step, and `update_norm`, the norm of the difference it made
+    - for each mixer i with gates, over the first sequence of the first micro-batch: `beta/i`, the mean step
+      size; `beta_above_1/i`, the fraction of negative eigenvalues 1 - beta; `decay/i`, the mean of exp(g),
+      with a forget gate
+
+    A step with statistics holds a copy of the rank's partition of the weights.
+    """
+
+    def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
+        self._active = self.trainer.is_observed(step)
+        if not self._active:
+            return
+        self._gates: dict[str, Tensor] = {}
+        self._before = [master.detach().clone() for master in self._masters()]
+        mixers = [module for module in self.trainer.model.modules() if hasattr(module, "gates")]
+        self._hooks = [
+            mixer.register_forward_pre_hook(self._observer(layer)) for layer, mixer in enumerate(mixers)
+        ]
+
+    def after_step(self, step: int, metrics: dict[str, Tensor | float]) -> None:
+        if not self._active:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        context = self.trainer.mesh.context
+        if context is not None and self._gates:  # each rank has seen its part of the sequence
+            means = torch.stack(list(self._gates.values()))
+            context.add_up(means)
+            self._gates = dict(zip(self._gates, (means / context.size).unbind(), strict=True))
+        masters = self._masters()
+        for old, master in zip(self._before, masters, strict=True):
+            old.sub_(master.detach())
+        squares = torch.stack([_sum_of_squares(masters), _sum_of_squares(self._before)])
+        del self._before
+        dist.all_reduce(squares)
+        metrics |= self._gates
+        metrics["param_norm"], metrics["update_norm"] = squares.sqrt().unbind()
+
+    def _masters(self) -> Sequence[Tensor]:
+        """Return this rank's partitions of the weights, padded with zeros."""
+        return self.trainer.engine.optimizer.single_partition_of_fp32_groups
+
+    def _observer(self, layer: int):
+        @torch.no_grad()
+        def observe(mixer: nn.Module, arguments: tuple) -> None:
+            if f"beta/{layer}" in self._gates:  # another micro-batch, or the same one recomputed
+                return
+            beta, g = mixer.gates(arguments[0][:1])
+            self._gates[f"beta/{layer}"] = beta.mean()
+            self._gates[f"beta_above_1/{layer}"] = (beta > 1).float().mean()
+            if g is not None:
+                self._gates[f"decay/{layer}"] = g.exp().mean()
+
+        return observe
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
+    return torch.stack(norms).square().sum()

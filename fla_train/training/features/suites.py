@@ -1,0 +1,112 @@
+"""Evaluation suites during training: `fla-eval` on exports, one at a time, in separate processes.
+
+lm-eval seeds the global generators and changes defaults of libraries. In another process, on exported
+weights, it can't change the run by a bit, and a suite that fails costs a line. Training does not wait.
+"""
+
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fla_train.hub.saved_config import as_values, assign
+from fla_train.training.callback import Callback
+from fla_train.utils.processes import POLL, start_command
+from fla_train.utils.records import read_metrics
+from fla_train.utils.safe_files import read_json
+
+
+class Suites(Callback):
+    """Evaluate the export of every `trainer.suite_every`-th step, and the last one. For rank 0.
+
+    Each evaluation writes to `eval/SUITE-step-XXXXXXX` in the run folder. Its results are recorded under the
+    training step at which they arrive; `evaluated_step` says which export they are of.
+    """
+
+    _process: subprocess.Popen | None = None
+    _step = 0  # whose export is evaluated
+    _skipped: int | None = None  # the newest step whose export was not evaluated
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        self._suite, self._options = trainer.config.trainer.suite, trainer.config.trainer.suite_options
+        if not trainer.finished:
+            every = trainer.config.trainer.suite_every
+            self._start_if_lost(trainer.state.step // every * every)
+
+    def after_results(self, results: Sequence) -> None:
+        self._collect()
+
+    def due(self, step: int) -> bool:
+        return not self.trainer.finished and self.trainer.is_due(self.trainer.config.trainer.suite_every)
+
+    def between_steps(self, step: int) -> None:
+        """Evaluate the export of `step`, unless an earlier evaluation still runs."""
+        if not self.trainer.folder.export(step).is_dir():
+            return
+        if self._process is None:
+            self._start(step)
+            return
+        self._skipped = step
+        self.trainer.log(
+            f"step {step:,}: suite {self._suite} skipped, step {self._step:,} is still evaluated"
+        )
+
+    def finish(self) -> None:
+        """Wait for the evaluation that runs and, because it is the result, for the newest export's."""
+        self._start_if_lost(self.trainer.state.step)
+        self._wait()
+        if self._skipped is not None:
+            self._start(self._skipped)
+            self._wait()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+    def _start_if_lost(self, step: int) -> None:
+        """Evaluate the export of `step` if no results of it are recorded.
+
+        Results are recorded under a later step, which a kill may prevent, or whose record a resume drops.
+        """
+        records = read_metrics(self.trainer.folder.metrics)
+        if step not in (record.get("evaluated_step") for record in records):
+            self.between_steps(step)
+
+    def _start(self, step: int) -> None:
+        self._skipped, self._step = None, step
+        output = self._output()
+        request = {"checkpoint": self.trainer.folder.export(step), "suite": self._suite, "output": output}
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            overrides = [*(assign(*item) for item in request.items()), *as_values(self._options)]
+            self._process = start_command("eval", overrides, output / "eval.log")
+        except OSError as failure:
+            self.trainer.log(f"step {step:,}: suite {self._suite} can't start ({failure.strerror})")
+
+    def _output(self) -> Path:
+        return self.trainer.folder.root / "eval" / f"{self._suite}-step-{self._step:07d}"
+
+    def _collect(self) -> None:
+        """Record the results of an evaluation that has ended; infinite ones become null."""
+        if self._process is None or self._process.poll() is None:
+            return
+        self._process, output = None, self._output()
+        name, state = f"step {self._step:,}: suite {self._suite}", self.trainer.state
+        try:
+            metrics = read_json(output / "results.json")["metrics"]
+        except (OSError, ValueError):  # none, or cut short by a full disk
+            self.trainer.log(f"{name} failed, see {output / 'eval.log'}")
+            return
+        record = {"step": state.step, "tokens": state.tokens, "evaluated_step": self._step}
+        self.trainer.logger.record(record | metrics)
+        self.trainer.log(f"{name} done, {output}")
+
+    def _wait(self) -> None:
+        while self._process is not None:
+            self.trainer.watchdog.beat(f"waiting for suite {self._suite}")
+            self._collect()
+            if self._process is not None:
+                time.sleep(POLL)

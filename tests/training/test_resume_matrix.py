@@ -1,0 +1,194 @@
+"""Exact resume of every feature: a run cut at its middle ends like an undisturbed one, bit for bit."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import warm_ranks as ranks
+
+from fla_train.cli.app import compose
+from fla_train.training import checkpoint
+from fla_train.training.config import TrainConfig, register, to_config
+from fla_train.training.launch import launch
+from fla_train.utils.records import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+MIDDLE, STEPS = 3, 6
+TWO = "launch.num_processes=2"
+COMMON = [
+    *("launch.device=cpu", "trainer.precision=fp32", "trainer.stats_every=2", "trainer.keep_checkpoints=0"),
+    *(f"trainer.max_steps={STEPS}", f"trainer.checkpoint_every={MIDDLE}", f"trainer.eval_every={MIDDLE}"),
+]
+PACKED = "data.document_boundaries=true"
+PASSING = "trainer.initial_state=passing"
+CALLBACKS = "[{class: callbacks:Ema, decay: 0.9}, callbacks:ZLoss, callbacks:SmoothLoss]"
+# A task has its own sizes, and another library's model does not take those of `overrides`.
+TASK = [
+    *("experiment=state_tracking/s3_cpu", "model.hidden_size=32", "model.num_heads=2", "task.train.length=6"),
+    *("task.tests.longer.length=12", "task.test_sequences=24", "task.batch_size=16", "trainer.log_every=1"),
+    *("trainer.check_backend=false", "logger=none"),
+]
+FEATURES = {
+    "plain": [],
+    "bf16 on two ranks": [TWO, "trainer.precision=bf16", "trainer.activation_checkpointing=true"],
+    "bf16 reduction": [TWO, "trainer.gradient_reduction=bf16"],
+    "muon": [TWO, "optimizer=muon", "model.num_heads=3"],
+    "spike filter": ["trainer.spike_deviations=3", "optimizer.max_grad_norm=0.1"],
+    "passing": [TWO, PASSING, "trainer.zero_state_share=0.3"],
+    "noise": ["trainer.initial_state=noise"],
+    "scaled noise": ["trainer.initial_state=noise", "trainer.state_noise=0.1"],
+    "passing, packed": [PASSING, PACKED],
+    "contiguous": ["data.contiguous=true"],
+    "contiguous documents": [TWO, "data.contiguous=true", PACKED],
+    "context parallelism": [TWO, "launch.context_parallel=2", PACKED],
+    "mixture": [PACKED, "data=mixture", "data.path=null"],
+    "stream": ["data.stream=true", "data.stream_head_documents=100"],
+    "task": TASK,
+    "curriculum": [*TASK, "task.curriculum=[[2,1],[4,3]]"],
+    "another library's model": ["model=hf/llama/tiny", "model.config.hidden_size=32"],
+    "hybrid": ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"],
+    "callbacks": [TWO, f"trainer.callbacks={CALLBACKS}"],
+    "custom optimizer": [TWO, "optimizer.name=optimization:Lion", "optimizer.options={betas: [0.8, 0.9]}"],
+    "custom schedule": ["schedule.name=optimization:inverse_sqrt", "schedule.options={warmup: 2}"],
+}
+SLOW = ("scaled noise", "passing, packed", "contiguous", "curriculum", "bf16 reduction", "hybrid")
+# Resumed on another number of ranks, sums over ranks round otherwise; a large eps keeps that small.
+RESHARDED = {
+    "plain": ["optimizer.eps=1e-3"],
+    "muon": ["optimizer=muon", "optimizer.eps=1e-3", "model.num_heads=3"],
+    "passing": ["optimizer.eps=1e-3", PASSING],
+    "contiguous documents": ["optimizer.eps=1e-3", "data.contiguous=true", PACKED],
+    "custom optimizer": ["optimizer.name=optimization:Lion", "optimizer.lr=1e-3"],
+    "callbacks": ["optimizer.eps=1e-3", f"trainer.callbacks={CALLBACKS}"],
+    "context parallelism": ["optimizer.eps=1e-3", PACKED],
+}
+MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}  # keys of metrics
+Make = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def make(overrides: list[str], corpus: Path) -> Make:
+    """`make(*options)` composes a run: of text, or of a task if an experiment is named."""
+    register()
+
+    def composed(*options: str) -> TrainConfig:
+        base = [] if any(option.startswith("experiment=") for option in options) else overrides
+        if any(option.startswith("model=hf/") for option in options):
+            base = [option for option in base if not option.startswith("model.")]
+        if "data=mixture" in options:
+            halves = f"{{a: {{weight: 0.75, path: {corpus}}}, b: {{weight: 0.25, path: {corpus}}}}}"
+            options = (*options, f"+data.mixture={halves}")
+        return to_config(compose("train", [*base, *COMMON, *options]))
+
+    return composed
+
+
+@pytest.fixture
+def train(
+    tmp_path: Path, warm_ranks: ranks.WarmRanks, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[TrainConfig], None]]:
+    """Train in a folder outside the repository that holds copies of the examples."""
+    elsewhere = shutil.copytree(EXAMPLES, tmp_path / "elsewhere")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(
+        "fla_train.training.launch.run_workers",
+        lambda arguments, config, **_: warm_ranks.run(
+            config.num_processes, train_in, elsewhere, *map(Path, arguments[-2:])
+        ),
+    )
+    yield launch
+    for name in ("callbacks", "optimization"):
+        sys.modules.pop(name, None)
+
+
+def train_in(folder: Path, config_file: Path, data: Path) -> None:
+    """Train, on a rank, with `folder` as the working directory."""
+    os.chdir(folder)
+    ranks._train(config_file, data)
+
+
+def cut(run: Path, copy: Path) -> Path:
+    """Copy a run as a kill after the checkpoint at its middle leaves it, later metrics included."""
+    last = checkpoint.folder_name(STEPS)
+    return shutil.copytree(run, copy, ignore=shutil.ignore_patterns("hf", "ema", "plots", last))
+
+
+def metrics(run: Path) -> list[dict]:
+    return [
+        {key: value for key, value in record.items() if key not in MACHINE}
+        for record in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def saved(run: Path) -> dict[str, object]:
+    """Return the tensors and values of the last checkpoint, without what names the start."""
+    folder = run / "checkpoints" / checkpoint.folder_name(STEPS)
+    files = {path.name: torch.load(path, weights_only=False) for path in sorted(folder.rglob("*.pt"))}
+    return files | {
+        "weights": {path.parent.parent.name: path.read_bytes() for path in run.glob("*/*/*.safetensors")}
+    }
+
+
+def assert_equal(ours: object, theirs: object, where: str = "") -> None:
+    """Compare nested containers bit for bit."""
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), where
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in ours.items():
+            assert_equal(value, theirs[key], f"{where}/{key}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), where
+        for index, value in enumerate(ours):
+            assert_equal(value, theirs[index], f"{where}/{index}")
+    elif not hasattr(ours, "__dict__"):
+        assert ours == theirs, where
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FEATURES]
+)
+def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, tmp_path: Path, feature: str):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(make(*FEATURES[feature], f"run.dir={whole}"))
+    cut(whole, again)
+    train(make(*FEATURES[feature], f"run.dir={again}"))
+    assert f"from {again}/checkpoints/{checkpoint.folder_name(MIDDLE)}" in (again / "train.log").read_text()
+    assert "afresh" not in (again / "train.log").read_text()
+    assert metrics(again) == metrics(whole)
+    assert_equal(saved(again), saved(whole))
+    assert len([record for record in metrics(whole) if "loss" in record]) == STEPS
+
+
+@pytest.mark.parametrize("feature", RESHARDED)
+def test_a_run_resumes_on_another_number_of_ranks(make: Make, train, tmp_path: Path, feature: str):
+    options = RESHARDED[feature]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(make(*options, f"run.dir={whole}", TWO))
+    cut(whole, again)
+    more = [TWO, "launch.context_parallel=2"] if feature == "context parallelism" else []
+    train(make(*options, f"run.dir={again}", "trainer.micro_batch_size=4", *more))
+    assert "start from zero" not in (again / "train.log").read_text()
+    for ours, theirs in zip(metrics(again), metrics(whole), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ("loss", "validation_loss", "smooth_loss"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-3 if feature == "muon" else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [["trainer.precision=fp8", "model.hidden_size=128"], ["trainer.cuda_graph=true"]]
+)
+def test_a_run_on_a_gpu_resumes_exactly(make: Make, train, tmp_path: Path, options: list[str]):
+    options = ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8", *options]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    launch(make(*options, f"run.dir={whole}"))
+    cut(whole, again)
+    launch(make(*options, f"run.dir={again}"))
+    assert metrics(again) == metrics(whole)
+    assert_equal(saved(again), saved(whole))
