@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fla_train.data.cache import PreparedData
 from fla_train.data.config import DataConfig
 from fla_train.data.prepare import prepare
-from fla_train.data.shards import check_sizes, documents_file, tokens_file
+from fla_train.data.shards import Shard
 from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import encode
 from fla_train.hub.saved_config import kept_tokenizer, read_saved
@@ -55,15 +55,13 @@ def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:
         ValueError: a shard is missing or cut short.
     """
     for part in prepared.parts().values():
-        manifest, folder = part.manifest, part.folder / "validation"
-        check_sizes(part.folder, manifest, "validation")
-        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        manifest = part.manifest
         separator = int(manifest["settings"]["append_eos"])
-        for number in range(len(manifest["splits"]["validation"]["shards"])):
-            tokens = np.memmap(folder / tokens_file(number), dtype=dtype, mode="r")
+        for number, record in enumerate(manifest["shards"]):
+            shard = Shard(part.folder, number, record, "validation", manifest["dtype"])
             start = 0
-            for end in np.fromfile(folder / documents_file(number), dtype="<u8").tolist():
-                yield tokens[start : end - separator]
+            for end in shard.ends().tolist():
+                yield shard.tokens(start, end - separator)
                 start = end
 
 
@@ -86,7 +84,7 @@ def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
     """
     try:
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
-        yield from (document["text"] for document in source.documents())
+        yield from source.texts()
     except ValueError as error:
         line = str(error).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
         line = line.replace("data.path", setting)

@@ -41,7 +41,6 @@ class SourceConfig:
     revision: str | None = None
     split: str = "train"
     text_column: str = "text"
-    id_column: str = "id"
     max_documents: int | None = key(None, at_least=1)
     max_tokens: int | None = key(None, at_least=1)
 
@@ -80,7 +79,7 @@ class DataConfig(SourceConfig):
     validation_fraction: float = key(0.01, at_least=0, below=1)
     append_eos: bool = True
     max_line_bytes: int = key(16_000_000, at_least=1)
-    shard_tokens: int = key(100_000_000, at_least=1)
+    shard_bytes: int = key(32_000_000, at_least=1)
     cache_dir: str | None = key(None, resume="free")
     num_workers: int | None = key(None, at_least=0, resume="free")
     document_boundaries: bool = key(False, resume="fixed")

@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
-from fla_train.data.dataset import TokenDataset, permute
+from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import turns
 from fla_train.data.sampler import Batch, pack
+from fla_train.utils.permutation import permute
 
 
 class ContiguousDataset:

@@ -40,23 +40,15 @@ class MixtureDataset:
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Sequences `indices` (int64, >= 0). Returns [n, seq_len] int64."""
         part, within = self.places(indices)
-        out: torch.Tensor | None = None
-        for number in np.unique(part):
-            mine = part == number
-            rows = self.parts[number].sequences(within[mine])
-            if out is None:
-                out = rows.new_empty(len(part), rows.shape[1])
-            out[torch.from_numpy(mine)] = rows
-        assert out is not None
-        return out
+        rows = [self.parts[number].sequences(within[part == number]) for number in np.unique(part)]
+        # Back from the order of parts to that of `indices`.
+        order = np.argsort(np.argsort(part, kind="stable"))
+        return torch.cat(rows)[torch.from_numpy(order)]
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
         """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
-        part, within = self.places(indices)
-        return [
-            self.parts[number].boundaries(np.array([index]))[0]
-            for number, index in zip(part, within, strict=True)
-        ]
+        rows = zip(*self.places(indices), strict=True)
+        return [self.parts[part].boundaries(np.array([index]))[0] for part, index in rows]
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each index, and the index within that part: both [n] int64."""

@@ -10,10 +10,10 @@ from fla_train.data.stream import StreamDataset
 
 
 def open_train(folder: str | Path, seq_len: int, seed: int) -> Dataset:
-    """The training sequences of prepared data.
+    """Open the training sequences of prepared data.
 
     Raises:
-        ValueError: a manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+        ValueError: a manifest is corrupt, or no sequence fits.
     """
     prepared = open_prepared(folder)
     if "head" in prepared.manifest:
@@ -27,7 +27,7 @@ def open_train(folder: str | Path, seq_len: int, seed: int) -> Dataset:
 def open_contiguous(
     folder: str | Path, seq_len: int, seed: int, rows: int, *, document_boundaries: bool
 ) -> ContiguousDataset:
-    """The training sequences of prepared data in `rows` rows, each of which reads on where it has ended.
+    """Open the training sequences in `rows` rows, each of which continues from step to step.
 
     Raises:
         ValueError: as `open_train`, or there are more rows than text.
@@ -39,16 +39,16 @@ def open_contiguous(
 
 
 def open_validation(folder: str | Path, seq_len: int) -> dict[str, tuple[TokenDataset, float]]:
-    """{part: its validation sequences and weight}, in the order of the mixture; weights add up to 1.
+    """Return {part: its validation sequences and weight}, in the order of the mixture; weights add up to 1.
 
-    A part whose split has no whole sequence is left out. A single corpus has one part, named "".
+    A part whose split has no whole sequence is left out. A single corpus is the part "".
     """
     prepared = open_prepared(folder)
     shares = prepared.shares()
-    found = {
+    datasets = {
         name: (TokenDataset(part.folder, "validation", seq_len), shares[name])
         for name, part in prepared.parts().items()
         if part.manifest["splits"]["validation"]["tokens"] >= seq_len
     }
-    whole = sum(share for _, share in found.values())
-    return {name: (dataset, share / whole) for name, (dataset, share) in found.items()}
+    whole = sum(share for _, share in datasets.values())
+    return {name: (dataset, share / whole) for name, (dataset, share) in datasets.items()}

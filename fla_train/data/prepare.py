@@ -1,101 +1,86 @@
-"""Prepare data: tokenize a source once into memory-mapped shards, or join prepared parts into a mixture.
+"""Prepare data: tokenize a corpus once into shards; join corpora to a mixture; begin a stream.
 
-A folder (see `cache.py`) is built beside its final place and renamed, so it is complete or absent. Every few
-seconds the shards are flushed and the journal is replaced by the writers' states and the position reached in
-the source. A preparation that was killed or met an error is resumed from its journal by the same command:
-whatever lies beyond the journal is cut off, so the finished shards are those of an undisturbed preparation,
-byte for byte, whatever the number of tokenizing processes. A file lock keeps concurrent preparations apart.
+A corpus is built in a hidden folder of the cache, which is renamed when it is complete. The same command
+resumes a preparation that was killed or met an error: it keeps the shards whose slices of the text are
+unchanged. A file lock keeps concurrent preparations apart.
 """
 
 import json
 import math
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from fla_train.data.cache import (
-    JOURNAL,
-    CachePaths,
-    PreparedData,
-    cache_paths,
-    mixture_folder,
-    mixture_parts,
-    mixture_shares,
-    open_prepared,
-    read_journal,
-    recorded,
-    stream_folder,
-)
+from fla_train.data import cache, shards
+from fla_train.data.cache import PreparedData, open_prepared
 from fla_train.data.config import DataConfig, part_config, validation_shard_config
-from fla_train.data.files import Cursor, find_files
-from fla_train.data.shards import FORMAT, MANIFEST, ShardWriter, check_sizes, write_manifest
-from fla_train.data.sources import Source, is_on_hub, open_source
-from fla_train.data.tokenize import Encoded, Encoder, encode_all, is_held_out, make_encoder, utf8
+from fla_train.data.shards import FORMAT, MANIFEST, SPLITS
+from fla_train.data.sources import Source, hub_commit, is_on_hub, open_source
+from fla_train.data.tokenize import is_held_out, make_encoder, tokenize_source
 from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_tokenizer
-from fla_train.utils.errors import Interrupted
-from fla_train.utils.filesystem import move_folder, replaced_folder, save_tokenizer, sync, write_whole
+from fla_train.utils.filesystem import move_folder, save_tokenizer, write_whole
 from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import locked
 from fla_train.utils.progress import Progress
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-COMMIT_SECONDS = 10.0  # of work that a kill can cost
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
-_SPLITS = ("train", "validation")
-# Settings of a tokenizer that change no ids and are no part of its fingerprint.
-_NO_IDS = (
-    *("chat_template", "padding_side", "truncation_side", "model_max_length"),
-    *("special_tokens_map", "clean_up_tokenization_spaces"),
-)
+_COUNTS = ("documents", "tokens", "text_bytes")  # of a split
+_KEPT = ("bytes", "sha256", *SPLITS)  # what a manifest keeps of a shard's record
 Log = Callable[[str], None]
 
 
 def prepare(
     config: DataConfig, log: Log = print, progress: bool = True, commits: Mapping[str, str] = NO_COMMITS
 ) -> PreparedData:
-    """Tokenize the source of `config` into the cache, or resume, or return what is prepared already.
+    """Tokenize the source of `config` into the cache, or resume, or return data that is prepared already.
 
     Args:
         log: receives one line at each stage.
         progress: show progress, tokens/s and the time left: a bar on a terminal, else a line a minute.
-        commits: the Hub's commit to read, by the part of a mixture, "" without one. A dataset that is not
-            named is read at the commit that was prepared before, or that `data.revision` points to now.
+        commits: the Hub's commit to read, by part of a mixture; "" without one. A dataset that is not listed
+            is read at the commit that was prepared before, or that `data.revision` points to now.
 
     Raises:
         ValueError: settings that cannot work; missing or invalid input, naming the file; data prepared from
-            another commit, or of which shards are lost or cut short. What was tokenized before is kept.
-        Interrupted: the disk, the network or a process failed; another attempt resumes.
+            another commit, or of which shards are lost. Complete shards are kept.
+        OSError: the disk is full or can't be written; the same command resumes.
+        Interrupted: the network or a process failed; the same command resumes.
     """
-    prepared = _prepare(config, log, progress, commits)
-    _log_other_copy(prepared, config, log)
-    return prepared
-
-
-def _prepare(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
-    """`prepare` of a config, of a part of a mixture, or of the validation shard of a stream."""
     require_valid(config, "data.")
     if config.source == "mixture":
         return _prepare_mixture(config, log, progress, commits)
     if config.stream:
         return _prepare_stream(config, log, progress, commits)
-    commit = commits.get("")
-    paths = cache_paths(config, commit)
+    return _prepare_corpus(config, log, progress, commits.get(""))
+
+
+def check_first_document(config: DataConfig) -> None:
+    """Read the first document of each source that is on this machine.
+
+    Raises:
+        ValueError: there is none, or it can't be read, or lacks the text column.
+    """
+    for part in [part_config(config, name) for name in config.mixture] or [config]:
+        local = part.path and part.source in ("local", "hub") and not is_on_hub(part)
+        if local and next(open_source(part).texts(), None) is None:
+            raise ValueError(f"data.path={part.path} holds no document")
+
+
+def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | None) -> PreparedData:
+    paths = cache.cache_paths(config)
     if not paths.is_ready():
-        with _locked(paths.final, paths.building.with_suffix(".lock"), log):
+        with locked(paths.building.with_suffix(".lock"), lambda line: log(f"data: {line}")):
             if not paths.is_ready():  # another process may have prepared it while this one waited
                 _build(paths, config, commit, log, progress)
     prepared = open_prepared(paths.final)
-    for split in prepared.manifest["splits"]:
-        check_sizes(prepared.folder, prepared.manifest, split)
+    shards.check_sizes(prepared.folder, prepared.manifest)
     if commit is not None and prepared.commits().get("", commit) != commit:
         raise ValueError(
             f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
@@ -107,374 +92,156 @@ def _prepare(config: DataConfig, log: Log, progress: bool, commits: Mapping[str,
 def _prepare_mixture(
     config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]
 ) -> PreparedData:
-    """Prepare every part, and the folder that joins them. No token is copied: other weights cost nothing."""
+    """Prepare every part, and the manifest that joins them. No token is copied."""
     prepared = {}
-    for name, part in config.mixture.items():
-        if part.source == "local":  # so that all errors come before hours of tokenizing
-            with _of_part(name):
-                find_files(part.path)
-    for name in mixture_shares(config):
-        log(f"data: part {name} of the mixture")
-        commit = {"": commits[name]} if name in commits else NO_COMMITS
-        with _of_part(name):
-            prepared[name] = _prepare(part_config(config, name), log, progress, commit)
-    names = {name: part.folder.name for name, part in prepared.items()}
-    parts, folder = mixture_parts(config, names), mixture_folder(config, names)
-    if not (folder / MANIFEST).exists():
-        # All machines of a run, and all runs of a sweep, come here at once.
-        with _locked(folder, folder.with_name(f".{folder.name}.lock"), log):
-            if not (folder / MANIFEST).exists():
-                with replaced_folder(folder) as aside:
-                    first = next(iter(prepared.values()))
-                    shutil.copytree(first.folder / "tokenizer", aside / "tokenizer")
-                    write_manifest(aside, _mixture_manifest(folder.name, parts, prepared))
-    return open_prepared(folder)
-
-
-@contextmanager
-def _of_part(name: str) -> Iterator[None]:
-    """Name the part of a mixture in front of its errors."""
-    try:
-        yield
-    except ValueError as failure:
-        kind = Interrupted if isinstance(failure, Interrupted) else ValueError
-        raise kind(f"data.mixture.{name}: {failure}") from failure
-
-
-def check_first_document(config: DataConfig) -> None:
-    """Read the first document of each source that is on this machine.
-
-    Raises:
-        ValueError: there is none, or it can't be read, or lacks the text column.
-    """
     for name in config.mixture:
-        with _of_part(name):
-            check_first_document(part_config(config, name))
-    here = config.path and config.source in ("local", "hub") and not is_on_hub(config)
-    if here and next(open_source(config).documents(), None) is None:
-        raise ValueError(f"data.path={config.path} holds no document")
-
-
-def _mixture_manifest(
-    name: str, parts: list[dict[str, Any]], prepared: dict[str, PreparedData]
-) -> dict[str, Any]:
-    first = next(iter(prepared.values())).manifest
+        log(f"data: part {name} of the mixture")
+        prepared[name] = _prepare_corpus(part_config(config, name), log, progress, commits.get(name))
+    names = {name: part.folder.name for name, part in prepared.items()}
+    first = next(iter(prepared.values()))
     splits = {}
-    for split in _SPLITS:
+    for split in SPLITS:
         entries = [part.manifest["splits"][split] for part in prepared.values()]
-        sums = {key: sum(entry[key] for entry in entries) for key in ("documents", "tokens", "text_bytes")}
-        splits[split] = sums | {"unigram_entropy": None, "shards": []}
-    return {
-        "format": FORMAT,
-        "fingerprint": name,
-        "settings": first["settings"] | {"source": "mixture"},
+        splits[split] = {key: sum(entry[key] for entry in entries) for key in _COUNTS}
+        splits[split]["unigram_entropy"] = None
+    manifest = first.manifest | {
+        "settings": first.manifest["settings"] | {"source": "mixture"},
         "source": {"kind": "mixture of " + ", ".join(prepared)},
-        "parts": parts,
-        "dtype": first["dtype"],
-        "tokenizer": first["tokenizer"],
+        "commit": None,
+        "parts": cache.mixture_parts(config, names),
         "splits": splits,
+        "shards": [],
     }
+    return _written(cache.mixture_folder(config, names), manifest, first.folder.name)
 
 
 def _prepare_stream(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
-    """Prepare the validation shard of a stream, and the folder to train from, with the stream's manifest.
+    """Prepare the first documents of a stream, and the manifest to train from.
 
-    The held-out documents among the first `stream_head_documents` are the validation split, and a bpe
-    tokenizer is trained on the others. The stream is read at the shard's commit, in every epoch and by every
-    rank, whatever the Hub's branch points to by then.
+    The first `stream_head_documents` give the validation split, and a bpe tokenizer is trained on them. The
+    stream is read at their commit, whatever the Hub's branch points to by then.
     """
-    shard = _prepare(validation_shard_config(config), log, progress, commits)
-    commit = shard.manifest.get("commit")
-    # The shard may have been prepared when the same text lay elsewhere, and with another line limit.
-    settings = shard.manifest["settings"] | {"max_documents": None, "path": config.path}
-    settings["max_line_bytes"] = config.max_line_bytes
-    folder = stream_folder(config, shard.folder.name)
-    unknown = dict.fromkeys(("documents", "text_bytes", "unigram_entropy"))
-    train = unknown | {"tokens": math.inf, "shards": []}
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "fingerprint": folder.name,
-        "settings": settings,
-        "source": shard.manifest["source"],
-        "head": shard.folder.name,
-        "dtype": shard.manifest["dtype"],
-        "tokenizer": shard.manifest["tokenizer"],
-        "splits": {"train": train, "validation": shard.manifest["splits"]["validation"]},
+    head = _prepare_corpus(validation_shard_config(config), log, progress, commits.get(""))
+    # The head may have been prepared when the same text lay elsewhere, or with other limits.
+    now = {key: getattr(config, key) for key in ("path", "max_line_bytes", "shard_bytes")}
+    train = dict.fromkeys(("documents", "text_bytes", "unigram_entropy")) | {"tokens": math.inf}
+    manifest = head.manifest | {
+        "settings": head.manifest["settings"] | {"max_documents": None} | now,
+        "head": head.folder.name,
+        "splits": head.manifest["splits"] | {"train": train},
+        "shards": [],
     }
-    if commit is not None:
-        manifest["commit"] = commit
-    if (folder / MANIFEST).is_file() and (there := open_prepared(folder)).manifest == manifest:
-        return there  # perhaps another user's, who lets others only read
-    # All machines of a run, and all runs of a sweep, come here at once.
-    with _locked(folder, folder.with_name(f".{folder.name}.lock"), log):
-        folder.mkdir(exist_ok=True)
-        if not (folder / "tokenizer").exists():
-            os.symlink(Path("..") / shard.folder.name / "tokenizer", folder / "tokenizer")
-        write_manifest(folder, manifest)
-    return open_prepared(folder)
+    return _written(cache.stream_folder(config, head.folder.name), manifest, head.folder.name)
 
 
-@contextmanager
-def _locked(folder: Path, lock: Path, log: Log) -> Iterator[None]:
-    """Hold `lock` while `folder` is written; where the system refuses to write, say what to do."""
-    try:
-        with locked(lock, lambda line: log(f"data: {line}")):
-            yield
-    except OSError as failure:
-        raise Interrupted(
-            f"cannot write {folder}: {failure.strerror}; make room or give write access, and run the same "
-            "command again, which goes on from here, or set data.cache_dir"
-        ) from failure
+def _written(folder: Path, manifest: dict[str, Any], corpus: str) -> PreparedData:
+    """Write a manifest, and a link to the tokenizer of the folder `corpus`.
+
+    An equal manifest is not written again, since the cache may be read-only.
+    """
+    prepared = PreparedData(folder, manifest)
+    if not (folder / MANIFEST).is_file() or open_prepared(folder) != prepared:
+        # All machines of a run, and all runs of a sweep, may come here at once and write the same.
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / "tokenizer").symlink_to(Path("..") / corpus / "tokenizer")
+        shards.write_manifest(folder, manifest)
+    return prepared
 
 
-def _build(paths: CachePaths, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:
-    """Fill `building` with the tokenizer, both splits and, last, the manifest; then rename it to `final`."""
-    source, tokenizer, final, building = paths.source, paths.tokenizer, paths.final, paths.building
-    resumed = _resume(paths, config, commit, log)
-    if resumed is None:
-        log(f"data: preparing {config.source} in {final}")
+def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:
+    """Fill `building` with the tokenizer, the shards and, last, the manifest; then rename it to `final`."""
+    final, building, tokenizer = paths.final, paths.building, paths.tokenizer
+    begun = paths.begun()
+    if is_on_hub(config):
+        commit = commit or begun.get("commit") or hub_commit(config)
+    source = paths.source if commit is None else open_source(config, commit)
+    now = {"source": source.description, "commit": commit}
+    # The slices of local files have identities. A bpe tokenizer is trained on the whole text.
+    if begun and (now == begun or (config.source == "local" and config.tokenizer.name != "bpe")):
+        log(f"data: resuming {building}, for {final}")
+    else:
+        changed = ", since the text has changed" if begun else ""
+        log(f"data: preparing {config.source} in {final}{changed}")
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         if tokenizer is None:
             log(f"data: training a bpe tokenizer of {config.tokenizer.vocab_size} tokens")
             tokenizer = load_tokenizer(config.tokenizer, _train_texts(source, config))
         save_tokenizer(tokenizer, building / "tokenizer")
-        for file in (building / "tokenizer").iterdir():
-            sync(file)
-    elif tokenizer is None:
-        tokenizer = load_saved(building / "tokenizer")
-    manifest = _begin_manifest(config, source, tokenizer, final.name)
-    dtype = manifest["dtype"]
-    job = TokenizeJob(building, config, dtype, ids_needed(tokenizer), source.description, resumed)
-    if resumed is not None:
-        log(f"data: going on after {job.read:,} documents, {job.tokens:,} tokens, for {final}")
-    bar = _progress(config, source, log, show)
-    splits = job.run(source, make_encoder(tokenizer, building / "tokenizer", config, dtype), bar)
-    if not splits["train"]["tokens"]:
+    write_whole(building / cache.BEGUN, json.dumps(now))
+    tokenizer = tokenizer or load_saved(building / "tokenizer")
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    manifest = {
+        "format": FORMAT,
+        "settings": cache.recorded(config),
+        "source": source.description,
+        "commit": commit,
+        "tokenizer": {
+            "name": config.tokenizer.name,
+            "fingerprint": fingerprint(tokenizer),
+            "vocab_size": len(tokenizer),
+            **{key: getattr(tokenizer, key) for key in special},
+        },
+        **_tokenize(source, config, building, tokenizer, log, show),
+    }
+    if not manifest["splits"]["train"]["tokens"]:
         shutil.rmtree(building)
-        raise ValueError("the corpus has no training document; see data.path and data.validation_fraction")
-    assert job.cursor is not None  # something was read
+        raise ValueError(
+            f"{config.path or config.source} has no training document; see data.validation_fraction"
+        )
     if open_source(config, commit).description != source.description:
         raise ValueError(
             f"data.path={config.path} (data.source={config.source}) changed while it was prepared: run the "
             "same command again once it stays as it is"
         )
-    if commit := job.cursor.get("commit"):
-        manifest["commit"] = commit  # of the Hub
-    write_manifest(building, manifest | {"empty_documents": job.empty, "splits": splits})
-    for journal in building.glob(f"{JOURNAL}*"):  # with temporary files that a kill has left
-        journal.unlink()
-    if (final / MANIFEST).exists():  # another path to the same text has been prepared meanwhile
-        shutil.rmtree(building)
-    else:
-        move_folder(building, final)
-    if show and bar.seconds:
-        rate = bar.tokens / bar.seconds / 1e6
-        log(f"data: {bar.tokens:,} tokens in {bar.seconds:.1f} s, {rate:.3f}M tokens/s")
+    shards.write_manifest(building, manifest)
+    move_folder(building, final)
+    # Only a resumed preparation needs the records, and shards beyond a limit.
+    kept = {MANIFEST, *(shards.shard_file(number) for number in range(len(manifest["shards"])))}
+    for file in final.iterdir():
+        if file.is_file() and file.name not in kept:
+            file.unlink()
 
 
-def _log_other_copy(prepared: PreparedData, config: DataConfig, log: Log) -> None:
-    """Log if the tokenizer's copy differs in settings that change no ids. Other runs may use it: it stays."""
-    if config.tokenizer.name in ("bytes", "bpe"):
-        return
-    copy, tokenizer = prepared.tokenizer(), load_tokenizer(config.tokenizer)
-    changed = [name for name in _NO_IDS if getattr(copy, name) != getattr(tokenizer, name)]
-    if changed:
-        log(
-            f"data: tokenizer {config.tokenizer.name} has another {', '.join(changed)} than its copy, which "
-            f"exports take: replace {prepared.folder / 'tokenizer'} if no other run needs it as it is, or "
-            "set another data.cache_dir"
-        )
-
-
-def _resume(paths: CachePaths, config: DataConfig, commit: str | None, log: Log) -> dict[str, Any] | None:
-    """The journal of an earlier attempt, at a snapshot whose text is still the source's; None: start anew."""
-    journal = read_journal(paths.building)
-    if journal is None:
-        return None
-    if commit is not None and paths.commit() not in (None, commit):
-        log(f"data: {paths.building} was begun with commit {paths.commit()}: starting anew with {commit}")
-        return None
-    description = paths.source.description
-    if journal["source"] == description:
-        return journal
-    # A bpe tokenizer was trained on the former text.
-    resumed = None if config.tokenizer.name == "bpe" else _roll_back(journal, description)
-    if resumed is None:
-        log(f"data: the text has changed since {paths.building} was begun: starting anew")
-    return resumed
-
-
-def _roll_back(journal: dict[str, Any], description: dict[str, Any]) -> dict[str, Any] | None:
-    """The journal at the latest snapshot whose files are unchanged in the source, if there is one.
-
-    So a file that was invalid and has been repaired or removed costs its own documents only.
-    """
-    before = journal["source"]
-    if before.get("kind") != "local" or before | {"files": None} != description | {"files": None}:
-        return None
-    for state in (journal["now"], journal["file_start"]):
-        cursor = state and state["cursor"]  # None also where the first chunk was invalid
-        read = cursor["file"] + 1 if cursor else 0  # files this state has taken text from
-        if read and before["files"][:read] == description["files"][:read]:
-            return journal | {"now": state}
-    return None
-
-
-def _begin_manifest(
-    config: DataConfig, source: Source, tokenizer: "PreTrainedTokenizerBase", name: str
+def _tokenize(
+    source: Source,
+    config: DataConfig,
+    building: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    log: Log,
+    show: bool,
 ) -> dict[str, Any]:
-    """The part of the manifest that is known before tokenizing."""
+    """Tokenize the source. Return the manifest's entries about the shards."""
+    ids = ids_needed(tokenizer)
+    dtype = "uint16" if ids <= 1 << 16 else "uint32"
+    encoder = make_encoder(tokenizer, building / "tokenizer", config, dtype)
+    unit = "tok" if config.max_tokens else "doc" if config.max_documents else "B"
+    bar = Progress(config.max_tokens or config.max_documents or source.size, unit, log, show)
+    records: list[shards.Record] = []
+    done = 0
+    counts = {split: np.zeros(ids, np.int64) for split in SPLITS}
+    sums = {split: dict.fromkeys(_COUNTS, 0) for split in SPLITS}
+    limits = config.num_workers, config.max_documents, config.max_tokens
+    with closing(tokenize_source(encoder, source.slices, building, *limits)) as finished, closing(bar):
+        for number, record in enumerate(finished):
+            records.append(record)
+            for split in SPLITS:
+                shard = shards.Shard(building, number, record, split, dtype)
+                counts[split] += np.bincount(shard.tokens(0, record[split]["tokens"]), minlength=ids)
+                sums[split] = {key: sums[split][key] + record[split][key] for key in _COUNTS}
+            done += {"tok": record["train"]["tokens"], "doc": record["documents"], "B": record["size"]}[unit]
+            tokens = sum(sums[split]["tokens"] for split in SPLITS)
+            bar.update(done, tokens, resumed=record.get("resumed", False))
     return {
-        "format": FORMAT,
-        "fingerprint": name,
-        "settings": recorded(config),
-        "source": source.description,
-        "dtype": "uint16" if ids_needed(tokenizer) <= 1 << 16 else "uint32",
-        "tokenizer": {
-            "name": config.tokenizer.name,
-            "fingerprint": fingerprint(tokenizer),
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
+        "dtype": dtype,
+        "empty_documents": sum(record["empty"] for record in records),
+        "splits": {s: sums[s] | {"unigram_entropy": shards.unigram_entropy(counts[s])} for s in SPLITS},
+        "shards": [{key: record[key] for key in _KEPT} for record in records],
     }
 
 
 def _train_texts(source: Source, config: DataConfig) -> Iterator[str]:
-    """The training documents up to `max_documents`."""
-    for number, document in enumerate(source.documents()):
-        if number == config.max_documents:
-            return
-        if not is_held_out(utf8(document), config.validation_fraction):
-            yield document["text"]
-
-
-def _progress(config: DataConfig, source: Source, log: Log, show: bool) -> Progress:
-    if config.max_tokens is not None:
-        return Progress(lambda: config.max_tokens, "tok", log, show)
-    if config.max_documents is not None:
-        return Progress(lambda: config.max_documents, "doc", log, show)
-    return Progress(source.total, source.unit, log, show)
-
-
-class TokenizeJob:
-    """Tokenizes one source into the shards of both splits in `folder`, with a journal.
-
-    Args:
-        description: of the source.
-        resumed: a journal to continue from; None: start anew.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: DataConfig,
-        dtype: str,
-        vocab_size: int,
-        description: dict[str, Any],
-        resumed: dict[str, Any] | None,
-    ):
-        self._folder, self._config, self._description = folder, config, description
-        state = resumed["now"] if resumed else {"cursor": None, "read": 0, "empty": 0, "splits": {}}
-        self.cursor: Cursor | None = state["cursor"]
-        self.read: int = state["read"]
-        self.empty: int = state["empty"]
-        self._writers = {
-            split: ShardWriter(
-                folder / split, dtype, config.shard_tokens, vocab_size, state["splits"].get(split)
-            )
-            for split in _SPLITS
-        }
-        self._file_start: dict[str, Any] | None = resumed["file_start"] if resumed else None
-        self._writing = False
-        self._committed = time.monotonic()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of both splits so far."""
-        return sum(writer.tokens for writer in self._writers.values())
-
-    def run(self, source: Source, encoder: Encoder, progress: Progress) -> dict[str, dict[str, Any]]:
-        """Tokenize the rest of the source; returns the splits' entries of the manifest.
-
-        Raises:
-            ValueError: as reading the source. The work up to there is committed.
-            OSError: the disk is full or gone. The last commit remains.
-        """
-        progress.start(self._done(progress.unit), self.tokens)
-        encoded = encode_all(encoder, source.chunks(self.cursor), self._config.num_workers)
-        try:
-            ended = self._is_full()
-            while not ended and (piece := next(encoded, None)) is not None:
-                ended = self._take(piece)
-                progress.update(self._done(progress.unit), self.tokens)
-                if time.monotonic() - self._committed >= COMMIT_SECONDS:
-                    self._commit()
-        except BaseException:
-            if not self._writing:  # else the writers' states are of different chunks
-                with suppress(OSError):
-                    self._commit()
-            for writer in self._writers.values():
-                writer.abandon()
-            raise
-        finally:
-            encoded.close()
-            progress.close()
-        return {split: writer.close() for split, writer in self._writers.items()}
-
-    def _take(self, piece: Encoded) -> bool:
-        """Write one chunk's documents up to the limits; returns whether a limit is reached."""
-        config, train = self._config, self._writers["train"]
-        if self.cursor is not None and piece.after.get("file") != self.cursor.get("file"):
-            self._file_start = self._snapshot()
-        take = len(piece.lengths)
-        if config.max_documents is not None:
-            take = min(take, config.max_documents - self.read)
-        if config.max_tokens is not None:  # the document that reaches the limit is kept whole
-            grown = np.cumsum(np.where(piece.held_out, 0, piece.lengths))
-            take = min(take, int(np.searchsorted(grown, config.max_tokens - train.tokens)) + 1)
-        lengths, sizes, held_out = piece.lengths[:take], piece.sizes[:take], piece.held_out[:take]
-        tokens = piece.tokens[: int(lengths.sum())]
-        if piece.error is not None and take == len(piece.lengths) and not self._is_full(piece, take):
-            raise ValueError(piece.error)
-        self._writing = True
-        for split, writer in self._writers.items():
-            chosen = (held_out == (split == "validation")) & (sizes > 0)
-            if chosen.any():
-                mask = np.repeat(chosen, lengths)
-                writer.add(tokens[mask], lengths[chosen], int(sizes[chosen].sum()))
-        self.empty += int((sizes == 0).sum())
-        self.read += take
-        self.cursor = piece.after
-        self._writing = False
-        return self._is_full()
-
-    def _is_full(self, piece: Encoded | None = None, take: int = 0) -> bool:
-        """Whether a limit is reached, optionally with the first `take` documents of a chunk."""
-        config = self._config
-        tokens = self._writers["train"].tokens
-        if piece is not None:
-            tokens += int(piece.lengths[:take][~piece.held_out[:take]].sum())
-        return (self.read + take) == config.max_documents or tokens >= (config.max_tokens or math.inf)
-
-    def _done(self, unit: str) -> int:
-        """The work done in the unit of the progress: training tokens, documents or text bytes."""
-        match unit:
-            case "tok":
-                return self._writers["train"].tokens
-            case "doc":
-                return self.read
-        return sum(writer.text_bytes for writer in self._writers.values())
-
-    def _snapshot(self) -> dict[str, Any]:
-        splits = {split: writer.state() for split, writer in self._writers.items()}
-        return {"cursor": self.cursor, "read": self.read, "empty": self.empty, "splits": splits}
-
-    def _commit(self) -> None:
-        for writer in self._writers.values():
-            writer.sync()
-        journal = {"source": self._description, "now": self._snapshot(), "file_start": self._file_start}
-        write_whole(self._folder / JOURNAL, json.dumps(journal))
-        self._committed = time.monotonic()
+    """Yield the training documents up to `max_documents`."""
+    texts = islice(source.texts(), config.max_documents)
+    return (text for text in texts if not is_held_out(text.encode(), config.validation_fraction))

@@ -1,10 +1,10 @@
 """Batch sampler (which sequences a rank gets at a step), prefetching loader, and packing of documents."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 
 from fla_train.data.dataset import Dataset
 
-READY = 4  # micro-batches that are read ahead
-IGNORE = -100  # label of a position that is no target, as in torch and transformers
+READY = 4  # micro-batches to read ahead
+IGNORE = -100  # label of a position without a target, as in torch and transformers
 
 
 class Batch(NamedTuple):
@@ -65,9 +65,9 @@ def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
     Args:
         boundaries: for each sequence, where in (0, T) a new document begins.
     """
-    count, length = ids.shape
+    rows, length = ids.shape
     starts = [row * length + np.concatenate([[0], found]) for row, found in enumerate(boundaries)]
-    bounds = np.concatenate([*starts, [count * length]]).astype(np.int32)
+    bounds = np.concatenate([*starts, [rows * length]]).astype(np.int32)
     ids = ids.reshape(1, -1)
     labels = ids.clone()
     labels[0, torch.from_numpy(bounds[:-1]).long()] = IGNORE
@@ -130,8 +130,8 @@ class BatchSampler:
 class PrefetchLoader:
     """Iterates over this rank's micro-batches, as `dataset.sequences` returns them, from `start_step` on.
 
-    A background thread keeps READY of them. No random number generator is used. `next` raises an
-    error met while reading. Use as a context manager, or call `close`.
+    A background thread reads `READY` of them ahead. No random number generator is used. `next` raises the
+    errors of reading. Use as a context manager, or call `close`.
 
     Args:
         end_step: the step before which to stop; None for no end.
@@ -144,63 +144,31 @@ class PrefetchLoader:
         start_step: int = 0,
         end_step: int | None = None,
     ):
-        self._dataset, self._sampler = dataset, sampler
-        self._steps = (start_step, end_step)
-        self._queue: queue.Queue[torch.Tensor | Batch | Exception | None] = queue.Queue(maxsize=READY)
-        self._stop = threading.Event()
-        self._finished = False
-        self._thread = threading.Thread(target=self._produce, name="micro-batches", daemon=True)
-        self._thread.start()
+        steps = count(start_step) if end_step is None else range(start_step, end_step)
+        self._dataset, self._indices = dataset, chain.from_iterable(map(sampler.indices, steps))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches")
+        self._ready: deque[Future[torch.Tensor | Batch]] = deque()
 
     def __iter__(self) -> Iterator[torch.Tensor | Batch]:
         return self
 
     def __next__(self) -> torch.Tensor | Batch:
-        if self._finished:
+        for indices in islice(self._indices, READY + 1 - len(self._ready)):
+            self._ready.append(self._pool.submit(self._dataset.sequences, indices))
+        if not self._ready:
             raise StopIteration
-        item = self._queue.get()
-        if item is not None and not isinstance(item, Exception):
-            return item
-        self._finished = True
-        if item is None:
-            raise StopIteration
-        raise item
+        return self._ready.popleft().result()
 
     def __enter__(self) -> "PrefetchLoader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread; batches not taken are dropped."""
-        self._finished = True
-        self._stop.set()
-        self._thread.join()
-
-    def _produce(self) -> None:
-        step, end = self._steps
-        try:
-            while end is None or step < end:
-                for indices in self._sampler.indices(step):
-                    if not self._put(self._dataset.sequences(indices)):
-                        return
-                step += 1
-            self._put(None)
-        except Exception as failure:
-            self._put(failure)
-
-    def _put(self, item: torch.Tensor | Batch | Exception | None) -> bool:
-        """Wait for room; False once the reader has closed."""
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+        """Stop the thread. Batches that were not taken are dropped."""
+        self._pool.shutdown(cancel_futures=True)
+        self._indices, self._ready = iter(()), deque()
 
 
 def sequential_batches(

@@ -8,8 +8,7 @@ code gets other ids than the published models saw. `from_sentencepiece` gives Se
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted
@@ -108,7 +108,7 @@ def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
     """256 bytes after the special tokens: byte b has id b + 3."""
-    symbols = _byte_symbols()
+    symbols = bytes_to_unicode()
     vocab = {PAD: 0, BOS: 1, EOS: 2} | {symbols[b]: b + 3 for b in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -126,14 +126,10 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> PreTr
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = iter(texts)
-    first = list(islice(texts, 1))
-    if not first:
-        raise ValueError("the corpus has no training document to train the bpe tokenizer on; see data.path")
 
-    def limited():
+    def limited() -> Iterator[str]:
         left = train_bytes
-        for text in chain(first, texts):
+        for text in texts:
             if left <= 0:
                 return
             left -= len(text.encode("utf-8"))
@@ -153,18 +149,6 @@ def _wrap(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
         eos_token=EOS,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_symbols() -> list[str]:
-    """The character of each byte in byte-level BPE: itself if printable, else 256 + n."""
-    symbols, spare = [], 256
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
-            symbols.append(chr(byte))
-        else:
-            symbols.append(chr(spare))
-            spare += 1
-    return symbols
 
 
 def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTokenizerBase:
@@ -212,16 +196,14 @@ def _load_local(folder: Path) -> PreTrainedTokenizerBase:
         if (folder / "tokenizer.model").exists():
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
-            from transformers import GPT2Tokenizer
-
             return GPT2Tokenizer.from_pretrained(folder)
     return load_saved(folder)
 
 
 def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder that transformers has written, or of the Hub. No Python file of it is run."""
-    # AutoTokenizer imports generation and torch._dynamo (5.17): seconds.
-    from transformers import AutoTokenizer, PreTrainedConfig
+    # AutoTokenizer imports generation and torch._dynamo, which takes seconds.
+    from transformers import AutoTokenizer
 
     settings = Path(place) / "tokenizer_config.json"
     known = settings.is_file() and read_json(settings).get("tokenizer_class")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fla_train.utils.permutation import mix
+
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2^64 over the golden ratio, odd
 
 
@@ -17,7 +19,7 @@ def stream_keys(seed: int, indices: np.ndarray | Sequence[int]) -> np.ndarray:
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
     origin = np.frombuffer(digest, dtype="<u8")[0]
     # Mixed twice: an index must not become a shift along another sequence's stream.
-    return _mix(_mix(np.asarray(indices).astype(np.uint64) * _STEP + origin) ^ origin)
+    return mix(mix(np.asarray(indices).astype(np.uint64) * _STEP + origin) ^ origin)
 
 
 def draw(keys: np.ndarray, count: int) -> np.ndarray:
@@ -27,7 +29,7 @@ def draw(keys: np.ndarray, count: int) -> np.ndarray:
     """
     words = -(-count // 2)
     state = keys[None, :] + (np.arange(1, words + 1, dtype=np.uint64) * _STEP)[:, None]
-    mixed = _mix(state)
+    mixed = mix(state)
     out = np.empty((2 * words, len(keys)), dtype=np.uint32)
     np.copyto(out[:words], mixed, casting="unsafe")  # the low halves
     mixed >>= np.uint64(32)
@@ -80,16 +82,3 @@ def weighted_without_replacement(draws: np.ndarray, weights: np.ndarray, k: int)
     uniform = (draws.astype(np.float64) + 0.5) / 2.0**32
     rings = -np.log(uniform) / weights[:, None]
     return np.argsort(rings, axis=0)[:k].T
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer."""
-    shifted = x >> np.uint64(30)
-    x = x ^ shifted
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    np.right_shift(x, np.uint64(27), out=shifted)
-    x ^= shifted
-    x *= np.uint64(0x94D049BB133111EB)
-    np.right_shift(x, np.uint64(31), out=shifted)
-    x ^= shifted
-    return x

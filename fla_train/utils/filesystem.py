@@ -5,6 +5,7 @@ import hashlib
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,7 +44,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the disk is full, or the folder can't be written.
     """
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")  # unique on the machine
     aside.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(aside)
     os.replace(aside, path)

@@ -9,53 +9,47 @@ LINE_SECONDS = 60.0
 
 
 class Progress:
-    """Counts the work done in `unit`: "B", bytes of text, "tok", tokens, or "doc", documents.
+    """Counts the work done.
 
     Args:
-        total: returns the amount of work; None while it is unknown, then it is called again at each update.
+        total: the amount of work; None if it is unknown.
+        unit: of the work: "B", bytes of files, "tok", tokens, or "doc", documents.
         log: receives the lines where there is no terminal.
         show: False shows nothing.
     """
 
-    def __init__(self, total: Callable[[], int | None], unit: str, log: Callable[[str], None], show: bool):
-        self._total, self.unit, self._log, self._show = total, unit, log, show
-        self._bar: tqdm | None = None
-        self.seconds = 0.0
-        self.tokens = 0  # of this process, without those of an earlier one
+    def __init__(self, total: int | None, unit: str, log: Callable[[str], None], show: bool):
+        self._log, self._show = log, show
+        self._began = self._last_line = time.monotonic()
+        self._first = self._first_tokens = 0
+        # On a terminal only, unless nothing is to be shown.
+        disable = None if show else True
+        self._bar = tqdm(total=total, unit=unit, unit_scale=True, desc="tokenizing", disable=disable)
 
-    def start(self, done: int, tokens: int) -> None:
-        """Start at `done` units and `tokens`, which an earlier process has reached."""
-        self._began = self._said = time.monotonic()
-        self._first, self._first_tokens = done, tokens
-        self._bar = tqdm(
-            total=self._total(),
-            initial=done,
-            unit=self.unit,
-            unit_scale=True,
-            desc="tokenizing",
-            disable=None if self._show else True,  # None: only on a terminal
-        )
+    def update(self, done: int, tokens: int, *, resumed: bool = False) -> None:
+        """Show that `done` units and `tokens` are done.
 
-    def update(self, done: int, tokens: int) -> None:
+        Args:
+            resumed: an earlier process did the work up to here, which counts for no speed.
+        """
         now = time.monotonic()
-        self.seconds, self.tokens = now - self._began, tokens - self._first_tokens
-        rate = self.tokens / self.seconds
-        if self._bar.total is None:
-            self._bar.total = self._total()
+        if resumed:
+            self._began, self._first, self._first_tokens = now, done, tokens
+        self.tokens, self.seconds = tokens - self._first_tokens, now - self._began
+        rate = self.tokens / max(self.seconds, 1e-9) / 1e6
         if not self._bar.disable:
             self._bar.update(done - self._bar.n)
-            self._bar.set_postfix_str(f"{rate / 1e6:.2f}M tokens/s", refresh=False)
-        elif self._show and now - self._said >= LINE_SECONDS:
-            self._said = now
-            self._log(f"data: {tokens:,} tokens, {rate / 1e6:.2f}M tokens/s{self._left(done)}")
+            self._bar.set_postfix_str(f"{rate:.2f}M tokens/s", refresh=False)
+        elif self._show and now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            self._log(f"data: {tokens:,} tokens, {rate:.2f}M tokens/s{self._time_left(done)}")
 
     def close(self) -> None:
         self._bar.close()
 
-    def _left(self, done: int) -> str:
+    def _time_left(self, done: int) -> str:
         total = self._bar.total
         if total is None or done <= self._first:
             return ""
         seconds = (total - done) * self.seconds / (done - self._first)
-        share = 100 * done / total
-        return f", {share:.0f}%, {tqdm.format_interval(max(0, seconds))} left"
+        return f", {100 * done / total:.0f}%, {tqdm.format_interval(max(0, seconds))} left"

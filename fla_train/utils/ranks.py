@@ -29,6 +29,11 @@ def is_first() -> bool:
     return not is_rank() or os.environ["RANK"] == "0"
 
 
+def is_first_on_machine() -> bool:
+    """Return whether this process is the first rank of its machine or not a rank."""
+    return not is_rank() or os.environ["LOCAL_RANK"] == "0"
+
+
 def world_size() -> int:
     """Return the number of ranks; 1 in a process that is not a rank."""
     return int(os.environ["WORLD_SIZE"]) if is_rank() else 1

@@ -7,7 +7,6 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from fla_train.data import tokenize
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
 
@@ -99,13 +98,14 @@ def corpus(tmp_path, documents):
 
 @pytest.fixture
 def local(tmp_path, corpus):
-    """Settings that read `corpus` as bytes, into a cache of the test's own, in several small shards."""
+    """Settings that read `corpus` as bytes, in several small shards."""
     return DataConfig(
         source="local",
         path=str(corpus),
         validation_fraction=0.2,
-        shard_tokens=5000,
+        shard_bytes=5000,
         cache_dir=str(tmp_path / "cache"),
+        num_workers=0,
         tokenizer=TokenizerConfig(name="bytes"),
     )
 
@@ -113,15 +113,3 @@ def local(tmp_path, corpus):
 @pytest.fixture
 def prepared(local):
     return quiet(local)
-
-
-@pytest.fixture
-def dying_workers(monkeypatch):
-    """A process that encodes is killed as it gets a chunk."""
-    encode = tokenize.Worker.encode
-
-    def dying(self, chunk):
-        self._process.kill()
-        return encode(self, chunk)
-
-    monkeypatch.setattr(tokenize.Worker, "encode", dying)

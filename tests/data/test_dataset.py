@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.data.dataset import TokenDataset, permute
+from fla_train.data.dataset import TokenDataset
 from fla_train.data.sampler import BatchSampler, PrefetchLoader, sequential_batches
+from fla_train.utils.permutation import permute
 from tests.data.conftest import quiet
 from tests.data.test_prepare import read
 
@@ -15,7 +16,7 @@ def test_sequences_are_slices_of_the_stream(prepared, seq_len):
     stream = torch.tensor(read(prepared, "train")[0])
     dataset = TokenDataset(prepared.folder, "train", seq_len)
     assert len(dataset) == len(stream) // seq_len
-    assert len(prepared.manifest["splits"]["train"]["shards"]) > 2
+    assert len(prepared.manifest["shards"]) > 2
     whole = dataset.sequences(np.arange(len(dataset)))
     assert whole.dtype == torch.int64
     assert torch.equal(whole, stream[: len(dataset) * seq_len].view(-1, seq_len))
@@ -69,7 +70,6 @@ def test_micro_batches_in_order_and_resumed(prepared):
     assert torch.equal(torch.stack(resumed), torch.stack(whole[6:15]))
     with pytest.raises(StopIteration):
         next(batches)
-    assert not batches._thread.is_alive()
 
 
 def test_an_error_in_the_background_is_raised_in_front(prepared, monkeypatch):
@@ -97,30 +97,9 @@ def test_sequential_batches_cover_the_split_once(prepared, world):
     assert torch.equal(first, dataset.sequences(np.arange(6)))
 
 
-def test_damaged_shards(prepared):
-    path = prepared.folder / "train" / "tokens-00001.bin"
-    raw = path.read_bytes()
-    path.write_bytes(raw[:-2])
-    remedy = r".*delete .* and run fla-prepare again"
-    with pytest.raises(
-        ValueError, match=rf"tokens-00001\.bin has {len(raw) - 2} bytes instead of {len(raw)}{remedy}"
-    ):
-        TokenDataset(prepared.folder, "train", 16)
-    TokenDataset(prepared.folder, "validation", 16)  # whole
-    path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
-    TokenDataset(prepared.folder, "train", 16)
-    with pytest.raises(ValueError, match=rf"tokens-00001\.bin is corrupt{remedy}"):
-        prepared.verify()
-    path.unlink()
-    with pytest.raises(ValueError, match=rf"tokens-00001\.bin is missing{remedy}"):
-        TokenDataset(prepared.folder, "train", 16)
-
-
-def test_too_short_or_unknown_splits(prepared, local):
+def test_splits_that_are_too_short(prepared, local):
     with pytest.raises(ValueError, match="fewer than one sequence of 1000000"):
         TokenDataset(prepared.folder, "train", 10**6)
-    with pytest.raises(ValueError, match="no split 'test'"):
-        TokenDataset(prepared.folder, "test", 16)
     none = quiet(replace(local, validation_fraction=0.0))
     with pytest.raises(ValueError, match=r"0 tokens.*data\.validation_fraction"):
         TokenDataset(none.folder, "validation", 16)

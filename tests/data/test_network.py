@@ -19,16 +19,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from fla_train.data.cache import open_prepared
 from tests.data.conftest import write_parquet
+from tests.data.test_prepare import read
 
 NAME, COMMIT, LATER = "someone/texts", "a" * 40, "c" * 40
-# Journals after every chunk, where a user's takes ten seconds.
-PREPARE = """
-from fla_train.cli.prepare import main
-from fla_train.data import prepare
-prepare.COMMIT_SECONDS = 0
-main()
-"""
+PREPARE = "from fla_train.cli.prepare import main; main()"
 # Several commands, one after another: the exit status and stderr of each.
 REQUESTS = """
 import contextlib, io, json, sys
@@ -49,7 +45,6 @@ print(json.dumps([run(words) for words in json.loads(sys.argv[1])]))
 STREAM = """
 import json, sys
 import numpy as np
-from fla_train.data.cache import find_commits
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.open_dataset import open_train
 from fla_train.data.prepare import prepare
@@ -57,16 +52,15 @@ from fla_train.data.prepare import prepare
 def run(name, cache, pinned, reads):
     config = DataConfig(
         source="hub", path=name, cache_dir=cache, tokenizer=TokenizerConfig(name="bytes"), num_workers=0,
-        validation_fraction=0.0, stream=True, stream_head_documents=20, shard_tokens=10000,
+        validation_fraction=0.0, stream=True, stream_head_documents=20, shard_bytes=100_000,
     )
-    said = {"found": find_commits(config)}
     try:
         data = prepare(config, log=lambda line: None, progress=False, commits=pinned)
         stream = open_train(data.folder, 16, 0)
         tokens = [stream.sequences(np.array([index]))[0] for index in reads]
-        return said | {"commits": data.commits(), "texts": [data.tokenizer().decode(row) for row in tokens]}
+        return {"commits": data.commits(), "texts": [data.tokenizer().decode(row) for row in tokens]}
     except ValueError as error:
-        return said | {"error": str(error)}
+        return {"error": str(error)}
 
 print(json.dumps([run(*asked) for asked in json.loads(sys.argv[1])]))
 """
@@ -173,8 +167,9 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
     return allowed | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"}
 
 
-def shards(folder: str) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*.bin"))}
+def tokens(folder: str) -> list[int]:
+    """The training split and its documents."""
+    return read(open_prepared(folder), "train")
 
 
 @pytest.mark.slow
@@ -182,7 +177,12 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
     hub: Hub, environment: dict[str, str], tmp_path: Path
 ):
     names = [file.name for file in sorted(hub.commits[COMMIT].iterdir())]
-    common = ["data.tokenizer.name=bytes", "data.validation_fraction=0.1", "data.num_workers=0"]
+    common = [
+        "data.tokenizer.name=bytes",
+        "data.validation_fraction=0.1",
+        "data.num_workers=0",
+        "data.shard_bytes=1000000",
+    ]
     stream = [
         "data=fineweb",
         f"data.path={NAME}",
@@ -208,41 +208,14 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
     assert names[0] in hub.sent
     hub.cut, hub.head = "", LATER
     second, _ = start(stream).communicate(timeout=120)
-    assert "going on after" in second, second
+    assert "resuming" in second, second
     files = ["data=local", f"data.path={hub.commits[COMMIT]}", f"data.cache_dir={tmp_path / 'read'}"]
     third, _ = start(files).communicate(timeout=120)
-    streamed, read = (
+    streamed, from_files = (
         text.strip().splitlines()[-1].removeprefix("data: ready in ") for text in (second, third)
     )
-    assert streamed != read and shards(streamed) == shards(read) != {}
+    assert streamed != from_files and tokens(streamed) == tokens(from_files)
     assert json.loads((Path(streamed) / "manifest.json").read_text())["commit"] == COMMIT
-
-
-CARD = """---
-dataset_info:
-  splits:
-  - {name: train, num_bytes: 1, num_examples: 1200}
-  - {name: test, num_bytes: 1, num_examples: 7}
----
-"""
-
-
-@pytest.mark.parametrize("card", [CARD, None])
-def test_the_time_left_where_the_card_counts_the_documents(
-    hub: Hub, environment: dict[str, str], tmp_path: Path, card: str | None
-):
-    if card:
-        (hub.commits[COMMIT] / "README.md").write_text(card)
-    at_once = "from fla_train.utils import progress; progress.LINE_SECONDS = 0"
-    given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
-    command = [sys.executable, "-c", at_once + PREPARE, *given, "data.tokenizer.name=bytes"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = re.findall(r"M tokens/s(?:, (\d+)%, .* left)?$", done.stdout, re.MULTILINE)[:-1]  # less the sum
-    assert len(said) > 5, done.stderr
-    if card:
-        assert 0 < int(said[0]) < 50 and said[-1] == "100"
-    else:
-        assert set(said) == {""}
 
 
 def test_what_the_hub_does_not_have_is_an_error_of_the_request(
@@ -278,14 +251,14 @@ def test_a_branch_that_moves_does_not_move_a_stream(hub: Hub, environment: dict[
 
     epoch = sum(len(document["text"].encode()) + 1 for document in DOCUMENTS) // 16 + 1
     (before,) = stream(("one", {}, [0, 1]))
-    assert before["found"] == before["commits"] == {"": COMMIT}
+    assert before["commits"] == {"": COMMIT}
     hub.head = LATER
     again, refused = stream(("one", {}, [0, 1, epoch]), ("one", {"": LATER}, [0]))
-    assert again["found"] == again["commits"] == {"": COMMIT}
+    assert again["commits"] == {"": COMMIT}
     assert again["texts"][:2] == before["texts"] and "document 0" in before["texts"][0]
     assert again["texts"][2] == again["texts"][2].lower()  # the later commit shouts
     (lost,) = stream(("two", {"": COMMIT}, [0, 1]))
-    assert lost["found"] == {"": LATER} and lost["commits"] == {"": COMMIT}
+    assert lost["commits"] == {"": COMMIT}
     assert lost["texts"] == before["texts"]
     error = f"holds commit {COMMIT} of {NAME}, and this run reads {LATER}: delete that folder"
     assert error in refused["error"]

@@ -1,5 +1,9 @@
+"""Sources: every layout yields its documents, and invalid ones are named by file and place."""
+
+import argparse
 import gzip
-import os
+import json
+import tracemalloc
 from dataclasses import replace
 
 import datasets
@@ -8,48 +12,41 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from fla_train.data import files
 from fla_train.data.config import DataConfig
-from fla_train.data.prepare import prepare
 from fla_train.data.sources import open_source
+from fla_train.eval.documents import file_documents
 from fla_train.utils.errors import Interrupted
-from tests.data.conftest import write_jsonl, write_mirror, write_parquet
+from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
+from tests.refusal import refusal
+
+LIMIT = 1000
 
 
 def texts(config):
-    return [d["text"] for d in open_source(config).documents()]
+    return list(open_source(config).texts())
 
 
 def test_stdlib_is_real_source_text_and_the_same_every_time():
-    first, second = open_source(DataConfig()), open_source(DataConfig())
+    first, second = open_source(DataConfig(shard_bytes=10**6)), open_source(DataConfig())
     assert first.description == second.description
-    documents = list(first.documents())
-    assert documents == list(first.documents()) == list(second.documents())
-    names = [d["id"] for d in documents]
-    assert names == sorted(names)
-    assert "argparse.py" in names
-    assert not any("site-packages" in name for name in names)
-    import argparse
-
+    assert list(first.texts()) == list(first.texts()) == list(second.texts())
+    pieces = list(first.slices(()))
+    names = [name for piece in pieces for name in piece.names]
+    assert len(pieces) > 10 and names == sorted(names)
+    assert "argparse.py" in names and not any("site-packages" in name for name in names)
     with open(argparse.__file__, encoding="utf-8", newline="") as file:
-        assert documents[names.index("argparse.py")]["text"] == file.read()
+        assert list(first.texts())[names.index("argparse.py")] == file.read()
 
 
-@pytest.mark.parametrize("layout", ["one parquet", "folder", "glob", "jsonl", "jsonl.gz"])
-def test_local_layouts_hold_the_same_documents(tmp_path, local, corpus, documents, layout):
-    path = {
-        "one parquet": tmp_path / "one.parquet",
-        "folder": corpus,
-        "glob": f"{corpus}/*.parquet",
-        "jsonl": tmp_path / "a.jsonl",
-        "jsonl.gz": tmp_path / "a.jsonl.gz",
-    }[layout]
-    if layout == "one parquet":
+@pytest.mark.parametrize("layout", ["one.parquet", "folder", "glob", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("shard_bytes", [1, 1500, 10**9])
+def test_local_layouts_hold_the_same_documents(tmp_path, local, corpus, documents, layout, shard_bytes):
+    path = {"folder": corpus, "glob": f"{corpus}/*.parquet"}.get(layout, tmp_path / layout)
+    if layout == "one.parquet":
         write_parquet(path, documents)
-    elif layout.startswith("jsonl"):
+    elif layout.startswith("a."):
         write_jsonl(path, documents)
-    found = list(open_source(replace(local, path=str(path))).documents())
-    assert found == [{"text": d["text"], "id": d["id"]} for d in documents]
+    assert texts(replace(local, path=str(path), shard_bytes=shard_bytes)) == [d["text"] for d in documents]
 
 
 def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
@@ -65,16 +62,12 @@ def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
     hub = replace(local, source="hub", path=str(root), name="sample-10BT")
     assert texts(hub) == [d["text"] for d in documents]
     assert texts(replace(hub, name="default")) == [d["text"] for d in documents[:3]]
-    (chunk,) = open_source(hub, "a commit of the Hub").chunks(None)
-    assert chunk.after["commit"] is None  # a run that was begun on the Hub may go on from a copy
-    with pytest.raises(ValueError, match=r"fineweb \(no-such\).*data.name"):
-        texts(replace(hub, name="no-such"))
-    with pytest.raises(ValueError, match=r"no column 'content'.*data.text_column"):
-        texts(replace(hub, text_column="content"))
+    assert "data.name" in refusal(texts, replace(hub, name="no-such"))
+    assert "no column 'content'" in refusal(texts, replace(hub, text_column="content"))
 
 
 @pytest.mark.parametrize("layout", ["SlimPajama", "c4"])
-def test_hub_stream_of_copies_that_are_no_parquet(tmp_path, local, documents, layout, monkeypatch):
+def test_hub_stream_of_other_formats(tmp_path, local, documents, layout, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     name = write_mirror(tmp_path / "copy", documents, layout)
     mirror = replace(local, source="hub", path="~/copy", name=name)
@@ -84,13 +77,9 @@ def test_hub_stream_of_copies_that_are_no_parquet(tmp_path, local, documents, la
     assert open_source(mirror).description == before
     write_mirror(tmp_path / "copy", documents[1:], layout)
     assert open_source(mirror).description != before
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"data\.path=.*empty: no file; give"):
-        open_source(replace(mirror, path="~/empty"))
 
 
-def test_an_error_in_a_local_copy_is_final(tmp_path, local, documents):
-    """A connection may come back; what the copy lacks does not."""
+def test_errors_of_a_copy_are_final_and_those_of_the_hub_are_not(tmp_path, local, documents, monkeypatch):
     write_mirror(tmp_path / "copy", documents, "SlimPajama")
     copy = replace(local, source="hub", path=str(tmp_path / "copy"))
     with pytest.raises(ValueError, match="Bad split: test") as error:
@@ -100,9 +89,6 @@ def test_an_error_in_a_local_copy_is_final(tmp_path, local, documents):
     with pytest.raises(ValueError, match=r"dataset .*copy, split train: cannot be read") as error:
         texts(copy)
     assert not isinstance(error.value, Interrupted)
-
-
-def test_hub_offline_says_what_to_do(local, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(Interrupted, match=r"HuggingFaceFW/no-such-set.*local copy"):
         texts(replace(local, source="hub", path="HuggingFaceFW/no-such-set", name=None))
@@ -118,156 +104,117 @@ def test_description_follows_content_not_place(tmp_path, local, corpus, document
     assert open_source(local).description != before
 
 
-def test_hidden_files_are_no_text(tmp_path, local, documents):
-    folder = tmp_path / ".dataset"  # above what was asked for, a dot hides nothing
+def test_hidden_files_are_left_out(tmp_path, local, documents):
+    folder = tmp_path / ".dataset"  # above the path of the config, a dot hides nothing
     write_parquet(folder / "a.parquet", documents[:5])
     for name in (".ipynb_checkpoints/a.parquet", "b/.cache/a.parquet", ".a.parquet.tmp.parquet"):
         write_parquet(folder / name, documents[5:])
-    hidden = replace(local, path=str(folder))
-    assert texts(hidden) == [document["text"] for document in documents[:5]]
-    assert [file["name"] for file in open_source(hidden).description["files"]] == ["a.parquet"]
-    given = replace(local, path=str(folder / ".a.parquet.tmp.parquet"))
-    assert texts(given) == [document["text"] for document in documents[5:]]
+    assert texts(replace(local, path=str(folder))) == [document["text"] for document in documents[:5]]
     (folder / "a.parquet").unlink()
-    with pytest.raises(ValueError, match=r"no file ending in \.parquet"):
-        open_source(hidden)
+    assert "no file ending in .parquet" in refusal(texts, replace(local, path=str(folder)))
 
 
-def test_links_to_folders_are_followed_and_a_folder_is_read_once(tmp_path, local):
+def test_links_to_folders_are_followed_and_files_are_read_once(tmp_path, local):
     root = tmp_path / "disks" / "first"
     for name in ("own", "../second"):
         (root / name).mkdir(parents=True)
         (root / name / "a.jsonl").write_text(f'{{"text": "{name}"}}\n')
-    (root / "a").mkdir()  # read before `own`, which its link leads to
-    links = {"link": "../second", "another": "../second", "up": "..", "a/link": "../own", "b": "own"}
-    for name, target in links.items():
+    for name, target in {"link": "../second", "another": "../second", "up": "..", "b": "own"}.items():
         (root / name).symlink_to(target)
-    source = open_source(replace(local, path=str(root)))
-    assert sorted(d["text"] for d in source.documents()) == ["../second", "own"]
-    assert "own/a.jsonl" in str(source.description)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
-def test_a_folder_that_cannot_be_read_is_named(tmp_path, local):
-    (tmp_path / "corpus" / "closed").mkdir(parents=True, mode=0)
-    (tmp_path / "corpus" / "a.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(ValueError, match=r"closed can't be read"):
-        open_source(replace(local, path=str(tmp_path / "corpus")))
-
-
-def test_a_file_that_a_glob_finds_in_several_ways_is_read_once(tmp_path, local):
-    (tmp_path / "p" / "q").mkdir(parents=True)
-    (tmp_path / "p" / "q" / "a.jsonl").write_text('{"text": "one"}\n')
-    assert texts(replace(local, path=f"{tmp_path}/**/**/*.jsonl")) == ["one"]
-
-
-def test_an_empty_file_that_is_not_packed_has_no_documents(tmp_path, local):
-    (tmp_path / "a.jsonl").touch()
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
-    assert texts(replace(local, path=str(tmp_path / "*.jsonl"))) == ["b"]
+    assert sorted(texts(replace(local, path=str(root)))) == ["../second", "own"]
+    assert texts(replace(local, path=f"{root}/own/**/**/*.jsonl")) == ["own"]
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_every_arrow_type_of_text(tmp_path, local, documents, kind, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK_BYTES", 1500)
+def test_every_arrow_type_of_text(tmp_path, local, kind):
     kinds = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
-    column = pyarrow.array([document["text"] for document in documents])
+    column = pyarrow.array(["é" * (LIMIT // 2), None, "é" * (LIMIT // 2) + "a"])
     table = pyarrow.table({"text": column.cast(kinds.get(kind) or getattr(pyarrow, kind)())})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    source = open_source(replace(local, path=str(tmp_path / "a.parquet")))
-    chunks = list(source.chunks(None))
-    found = [document["text"] for chunk in chunks for document in chunk.documents()]
-    assert found == [document["text"] for document in documents]
-    assert len(chunks) > 5 and sum(len(chunk.stream) for chunk in chunks) < 3 * column.nbytes
+    config = replace(local, path=str(tmp_path / "a.parquet"), max_line_bytes=LIMIT + 1)
+    assert texts(config) == [value or "" for value in column.to_pylist()]
+    # The limit counts bytes, not characters.
+    assert "row 3: longer than 1,000 bytes" in refusal(texts, replace(config, max_line_bytes=LIMIT))
 
 
-def test_missing_id_and_null_text(tmp_path, local):
-    write_parquet(tmp_path / "a.parquet", [{"text": "a"}, {"text": None}])
-    found = list(open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents())
-    where = tmp_path / "a.parquet"
-    assert found == [{"text": "a", "id": f"{where}, row 1"}, {"text": "", "id": f"{where}, row 2"}]
+def line_of(size: int) -> bytes:
+    return json.dumps({"text": "a" * (size - len('{"text": ""}'))}).encode()
 
 
-def test_text_that_is_not_unicode_is_named_by_path_and_place(tmp_path, local):
-    for folder in ("a", "b"):
-        write_jsonl(tmp_path / folder / "data.jsonl", [{"text": "a"}, {"text": "\ud800" * (folder == "b")}])
-    with pytest.raises(ValueError, match=r"b/data\.jsonl, line 2: not valid Unicode"):
-        prepare(replace(local, path=f"{tmp_path}/*/data.jsonl"))
-    offsets = pyarrow.py_buffer(np.array([0, 5, 7, 12], dtype=np.int32).tobytes())
-    column = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"hello\xff\xfeworld"))
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "bad.parquet")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/bad\.parquet, row 2: cannot be read .*utf-8.*repair"):
-        prepare(replace(local, path=f"{tmp_path}/bad.parquet"))
+@pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz"])
+def test_a_line_beyond_the_limit_is_not_read(tmp_path, local, name):
+    """A small archive of one endless line does not fill the memory."""
+    content = b"\n".join([line_of(LIMIT), line_of(40), line_of(64 << 20), line_of(40)])
+    (tmp_path / name).write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
+    del content
+    config = replace(local, path=str(tmp_path / name), max_line_bytes=LIMIT)
+    read = []
+    tracemalloc.start()
+    message = refusal(lambda: read.extend(open_source(config).texts()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert f"{name}, line 3: longer than 1,000 bytes" in message and "data.max_line_bytes" in message
+    assert peak < 8 << 20
+    assert [len(text) for text in read] == [LIMIT - 12, 28]
+
+
+def test_documents_of_an_evaluation_have_the_limit_too(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line_of(17_000_000), 1))
+    with pytest.raises(ValueError, match=r"line 1: longer than 16,000,000 bytes; split or remove it"):
+        next(file_documents(str(tmp_path / "a.jsonl.gz"), tokenizer=None))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.parquet", b"PAR1 not parquet", r"a\.parquet: not a readable parquet file.*fetch it again"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2: not JSON.*repair"),
-        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2: not a JSON object"),
-        (
-            "a.jsonl",
-            b'{"body": "a"}\n',
-            r"a\.jsonl, line 1: no column 'text' \(it has body\); set data.text_column",
-        ),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, line 1: 'text' is int, not text"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not JSON"),
-        ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON.*repair"),
-        ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read \(it has no bytes.*fetch the file again"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-12],
-            r"a\.jsonl\.gz: cannot be read.*fetch",
-        ),
-        ("a.txt", b"text", r"no file ending in \.parquet"),
+        ("a.parquet", b"PAR1 not parquet", "a.parquet: cannot be read"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "a.jsonl, line 3: not JSON (not an object)"),
+        ("a.jsonl", b'{"body": "a"}\n', "line 1: no column 'text' (it has body); set data.text_column"),
+        ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: 'text' is int, not text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "a.jsonl, line 2: not valid Unicode"),
+        ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "line 1: not JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-12], "a.jsonl.gz: cannot be read"),
+        ("a.txt", b"text", "no file ending in .parquet"),
     ],
 )
-def test_invalid_files_are_named_with_the_remedy(tmp_path, local, name, content, message):
+@pytest.mark.parametrize("shard_bytes", [10, 10**9])
+def test_invalid_files_are_named(tmp_path, local, name, content, message, shard_bytes):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        texts(replace(local, path=str(tmp_path / "bad")))
+    assert message in refusal(texts, replace(local, path=str(tmp_path / "bad"), shard_bytes=shard_bytes))
 
 
-def test_two_columns_of_the_same_name_are_refused(tmp_path, local):
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
-    with pytest.raises(ValueError, match=r"twice\.parquet: several columns"):
-        texts(replace(local, path=str(tmp_path / "twice.parquet")))
-
-
-def test_an_id_column_that_is_there_twice_is_not_read(tmp_path, local):
-    table = pyarrow.Table.from_arrays([pyarrow.array([name]) for name in "abc"], names=["text", "id", "id"])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    (found,) = open_source(replace(local, path=str(tmp_path / "a.parquet"))).documents()
-    assert found == {"text": "a", "id": f"{tmp_path / 'a.parquet'}, row 1"}
-
-
-def test_corrupt_row_group_is_named(local, corpus):
+def test_invalid_parquet_files_are_named(tmp_path, local, corpus):
+    offsets = pyarrow.py_buffer(np.array([0, 5, 7, 12], dtype=np.int32).tobytes())
+    column = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"hello\xff\xfeworld"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "bytes.parquet")
+    write_parquet(tmp_path / "list.parquet", [{"text": ["a"]}])
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     path = corpus / "000_00000.parquet"
     raw = bytearray(path.read_bytes())
     for at in range(len(raw) // 3, len(raw) // 3 + 400):  # well before the footer
         raw[at] ^= 0xFF
-    path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"000_00000\.parquet, row group \d+: cannot be read"):
-        texts(local)
+    (tmp_path / "group.parquet").write_bytes(raw)
+    for name, message in {
+        "bytes": "row 1 and following: cannot be read",
+        "list": "row 1: 'text' is list, not text",
+        "twice": "cannot be read",
+        "group": "cannot be read",
+    }.items():
+        file = str(tmp_path / f"{name}.parquet")
+        line = refusal(quiet, replace(local, path=file))
+        assert file in line and message in line
+    assert "no column 'body'" in refusal(quiet, replace(local, text_column="body"))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_has_gone_is_named_with_the_remedy(tmp_path, local, name):
-    write_jsonl(tmp_path / name, [{"text": "a"}])
-    source = open_source(replace(local, path=str(tmp_path)))
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_file_that_has_gone_is_named(tmp_path, local, name):
+    write = write_parquet if name.endswith("parquet") else write_jsonl
+    write(tmp_path / name, [{"text": "a"}])
+    pieces = list(open_source(replace(local, path=str(tmp_path))).slices(()))
     (tmp_path / name).unlink()
-    with pytest.raises(
-        ValueError, match=rf"{name}: cannot be read \(.*No such file.*\); fetch the file again"
-    ):
-        list(source.documents())
-
-
-def test_missing_path_and_wrong_column_type(tmp_path, local):
-    with pytest.raises(ValueError, match="no such file or folder"):
-        open_source(replace(local, path=str(tmp_path / "nope")))
-    write_parquet(tmp_path / "n.parquet", [{"text": ["a"]}])
-    with pytest.raises(ValueError, match=r"holds list.*not text"):
-        texts(replace(local, path=str(tmp_path / "n.parquet")))
+    assert f"{name}: cannot be read" in refusal(lambda: list(pieces[0].texts()))
+    assert "no such file or folder" in refusal(open_source, replace(local, path=str(tmp_path / "nope")))

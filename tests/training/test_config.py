@@ -120,13 +120,13 @@ def test_all_errors_are_reported_together(make_config: Make):
     with pytest.raises(ValueError) as caught:
         validate(
             make_config(
-                "trainer.precision=fp16", "optimizer.beta1=2", "data.shard_tokens=0", "model.num_heads=0",
+                "trainer.precision=fp16", "optimizer.beta1=2", "data.shard_bytes=0", "model.num_heads=0",
                 "trainer.resume=/no/such",
                 "launch.rendezvous_timeout=inf",
             )
         )  # fmt: skip
     for part in (
-        "trainer.precision", "optimizer.beta1", "data.shard_tokens", "num_heads",
+        "trainer.precision", "optimizer.beta1", "data.shard_bytes", "num_heads",
         "trainer.resume", "launch.rendezvous_timeout",
     ):  # fmt: skip
         assert part in str(caught.value)

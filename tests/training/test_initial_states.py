@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from warm_ranks import WarmRanks
 
-from fla_train.data.dataset import permute
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.cache import cache_for
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig, validate
 from fla_train.training.features.initial_states import InitialStates
+from fla_train.utils.permutation import permute
 from fla_train.utils.records import read_metrics
 from tests.models.small_models import small_config
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data.dataset import permute
 from fla_train.data.sampler import Batch, BatchSampler, send
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
+from fla_train.utils.permutation import permute
 
 MEMORY = 0.99  # decay of the moments for fitted noise: about the last hundred steps count
 
