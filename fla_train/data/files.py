@@ -74,8 +74,8 @@ class Slice:
         """Raise `ValueError` if a document of `size` bytes is too long."""
         if size > self.config.max_line_bytes:
             raise ValueError(
-                f"{self.where(number)}: longer than {self.config.max_line_bytes:,} bytes; split or remove it, "
-                "or raise data.max_line_bytes"
+                f"{self.where(number)}: longer than {self.config.max_line_bytes:,} bytes; split or remove "
+                "it, or raise data.max_line_bytes"
             )
 
 

@@ -60,7 +60,7 @@ class StreamDataset(TokenDataset):
         raise TypeError("a stream has no length")
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
-        """Return the sequence of the text that each index stands for: [n] int64. Wait until it is complete."""
+        """Return the sequence of the text that each index stands for: [n] int64. Wait for its tokens."""
         indices = np.asarray(indices, dtype=np.int64)
         with self._condition:
             self._wanted = max(self._wanted, (int(indices.max()) + 1) * self.seq_len)

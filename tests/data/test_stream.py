@@ -121,6 +121,6 @@ def test_an_equal_manifest_is_not_written_again(streamed):
 
 
 def test_a_stream_has_no_limits(streamed):
-    for change in ({"max_tokens": 10}, {"max_documents": 3}, {"contiguous": True}):
+    for change in ({"max_tokens": 10}, {"max_documents": 3}):
         assert f"data.{next(iter(change))}" in refusal(quiet, replace(streamed, **change))
     assert not list(Path(streamed.cache_dir).glob("*"))

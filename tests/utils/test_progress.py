@@ -21,8 +21,8 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("total", "rest"), [(1000, ", 40%, 02:00 left"), (None, "")])
 def test_a_line_a_minute_where_there_is_no_terminal(clock, total, rest):
     lines = []
-    progress = Progress(lambda: total, "B", lines.append, show=True)
-    progress.start(done=100, tokens=50)  # what an earlier process did counts for no speed
+    progress = Progress(total, "B", lines.append, show=True)
+    progress.update(100, 50, resumed=True)  # the work of an earlier process counts for no speed
     for seconds, done, tokens in ((30, 300, 10**6), (60, 400, 120_000_050), (90, 500, 2 * 10**8)):
         clock[0] = 1000.0 + seconds
         progress.update(done, tokens)
@@ -35,9 +35,9 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    lines, totals = [], iter([None, 1000])  # not known before the first text has been read
-    progress = Progress(lambda: next(totals), "B", lines.append, show=True)
-    progress.start(done=100, tokens=0)
+    lines = []
+    progress = Progress(1000, "B", lines.append, show=True)
+    progress.update(100, 0, resumed=True)
     clock[0] += 60.0
     progress.update(400, 120_000_000)
     progress.close()
@@ -48,8 +48,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
 
 def test_nothing_where_nothing_is_asked_for(clock, capsys):
     lines = []
-    progress = Progress(lambda: 1000, "B", lines.append, show=False)
-    progress.start(done=0, tokens=0)
+    progress = Progress(1000, "B", lines.append, show=False)
     clock[0] += 100.0
     progress.update(400, 120)
     progress.close()
