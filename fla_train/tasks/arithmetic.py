@@ -50,9 +50,9 @@ def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[n
 def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
     """Nested (L op R); the leaves are d, -d, (d) and (-d).
 
-    An expression ends at the last token of each leaf and at each bracket that closes an (L op R). What stands
+    An expression ends at the last token of each leaf and at each bracket that closes an (L op R). The text
     around it so far, L op at each bracket that is still open, makes the value of the text so far an affine
-    function of its own, scale * value + shift.
+    function of the expression's value, scale * value + shift.
 
     An expression of 5 tokens or more splits the tokens between its operands uniformly, as in Deletang et al.
     (arXiv 2207.02098). All expressions of the batch that lie at one depth are written together; an expression

@@ -38,7 +38,7 @@ class CodeTrace(Task):
     Args:
         variables: n, 2 to 6.
         length: tokens.
-        max_moved: assign at most so many variables at once: 2 swaps, 3 also cycles of three. None: up to n.
+        max_moved: most variables to assign at once: 2 swaps, 3 also cycles of three. None: up to n.
         gaps: assignments between two prints.
         statement_tokens: a token is a line, so that a layer has one token for a permutation. Else it is a
             symbol, as in text: ">>> ", a name, ", ", " = ", a digit, "print(", ")" or the end of the line.
@@ -75,7 +75,7 @@ class CodeTrace(Task):
         identity = np.arange(variables)
         images = np.array(list(permutations(range(variables))))
         moved = (images != identity).sum(1)
-        # One more, the identity, stands for what a print does to the state.
+        # The last one, the identity, is the effect of a print on the state.
         self._moves = np.concatenate([images[(moved > 0) & (moved <= most)], identity[None]])
         self.variables, self.gaps, self.label_all = variables, np.array(gaps), label_all
         lines = self._lines()

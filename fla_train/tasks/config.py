@@ -1,6 +1,6 @@
-"""Typed config of a task, with its checks, and tasks made from it. configs/task/*.yaml explain every key.
+"""Typed config of a task, with its checks, and its tasks. configs/task/*.yaml explain every key.
 
-The options of a task's class come untyped from YAML: they are checked against the signature of the class, so
+The options of a task come untyped from YAML. They are checked against the signature of the task's class, so
 that a wrong one is named before it fails somewhere in numpy.
 """
 
@@ -41,11 +41,11 @@ KINDS: dict[str, type[Task]] = {
 
 @dataclass
 class TaskConfig:
-    """A synthetic task to train on, in the place of text, and the sets it is tested on.
+    """A synthetic task to train on instead of text, and its test sets.
 
-    `options` are arguments of the task's class for all sets; `train`, and the entry of `tests` by name, add
-    to them or replace them. `curriculum`, [[tokens, steps], ...], gives so many first steps words of so many
-    tokens at most, one stage after another; a third entry {option: value} sets further options for a stage.
+    `options` are arguments of the task's class for all sets. `train`, and the entries of `tests` by name, add
+    to them or replace them. `curriculum`, [[tokens, steps], ...], has the first stages of training: sequences
+    of at most `tokens` for `steps` steps. A third entry {option: value} sets further options of a stage.
     `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
     """
 
@@ -88,42 +88,39 @@ class TaskConfig:
 
 
 def is_own(kind: str) -> bool:
-    """Whether `kind` is the import path of a class of the user's own, `package.module:Class`."""
+    """Return whether `kind` is the import path of a custom class, `package.module:Class`."""
     return ":" in kind
 
 
 def task_class(kind: str) -> type[Task]:
-    """The class of a kind of task.
+    """Return the class of a kind of task.
 
     Raises:
-        ValueError: there is no such kind, or the class can't be used.
+        ValueError: the kind does not exist, or the class can't be used.
     """
     if is_own(kind):
         return import_task(kind)
     if kind not in KINDS:
-        raise ValueError(
-            f"unknown task '{kind}'; choose one of {', '.join(KINDS)}, or name a class of your own, "
-            "package.module:Class"
-        )
+        raise ValueError(f"unknown task '{kind}'; choose one of {', '.join(KINDS)}, or package.module:Class")
     return KINDS[kind]
 
 
 def make_task(
     kind: str, options: Mapping[str, Any], *, seed: int = 0, num_sequences: int | None = None
 ) -> Task:
-    """The task of `task_class(kind)` with `options`.
+    """Make the task of `task_class(kind)` with `options`.
 
     Raises:
         ValueError: for an unknown kind or option, a missing option, or one that gives no task.
     """
-    made = task_class(kind)
+    cls = task_class(kind)
     if errors := _option_errors(kind, options):
         raise ValueError("; ".join(errors))
     required = [name for name, option in _options(kind).items() if option.default is option.empty]
     if missing := [name for name in required if options.get(name) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)}")
     try:
-        return made(**options, seed=seed, num_sequences=num_sequences)
+        return cls(**options, seed=seed, num_sequences=num_sequences)
     except Exception as error:
         if isinstance(error, ValueError) or not is_own(kind):
             raise
@@ -141,7 +138,7 @@ def _options(kind: str) -> dict[str, inspect.Parameter]:
 
 
 def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
-    """Options that the class of `kind` does not have, and values of other types than it declares."""
+    """Return errors for unknown options, and for values of other types than the class declares."""
     known = _options(kind)
     unknown = sorted(set(options) - set(known))
     errors = [f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}"] if unknown else []
@@ -150,19 +147,19 @@ def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
         missing = value is None and option.default is option.empty
         checked = not is_own(kind) or _in_yaml(option.annotation)
         if checked and not missing and not fits(value, option.annotation):
-            errors.append(f"{name}={value} must be {in_words(option.annotation)}")
+            errors.append(f"{name}={value} must be {inspect.formatannotation(option.annotation)}")
     return errors
 
 
 def training_task(config: TaskConfig, seed: int) -> Task:
-    """The training set: endless, or of `train_sequences`."""
+    """Make the training set: endless, or of `train_sequences`."""
     return make_task(
         config.kind, {**config.options, **config.train}, seed=seed, num_sequences=config.train_sequences
     )
 
 
 def curriculum_tasks(config: TaskConfig, seed: int) -> list[tuple[Task, int]]:
-    """The training sets of the first steps, with words of other lengths, and how many steps each lasts."""
+    """Make the training sets of the curriculum, each with its number of steps."""
     return [(_stage_task(config, seed, stage), stage[1]) for stage in config.curriculum]
 
 
@@ -173,7 +170,7 @@ def _stage_task(config: TaskConfig, seed: int, stage: list[Any]) -> Task:
 
 
 def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
-    """The test sets by name."""
+    """Make the test sets, by name."""
     return {
         name: make_task(config.kind, {**config.options, **options}, seed=TEST_SEED)
         for name, options in config.tests.items()
@@ -216,44 +213,21 @@ def _target_errors(config: TaskConfig) -> Iterator[str]:
             yield f"stop_at: {target} must be [metric, value] with one of the metrics {', '.join(known)}"
 
 
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text (in quotes if it reads as a number)",
-    NoneType: "null",
-}
+_PLAIN = (bool, int, float, str, NoneType)  # types of values in YAML
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether `value` is of the type. true and false are no numbers; a list may stand for a tuple."""
-    kind, parts = get_origin(annotation), get_args(annotation)
-    if kind is UnionType:
-        return any(fits(value, part) for part in parts)
-    if kind in (tuple, Sequence):
-        if not isinstance(value, list | tuple):
-            return False
-        if kind is Sequence:
-            parts = parts * len(value)
-        return len(value) == len(parts) and all(map(fits, value, parts))
+    """Return whether `value` is of the type. Booleans are not numbers; a list may stand for a tuple."""
+    origin, types = get_origin(annotation), get_args(annotation)
+    if origin is UnionType:
+        return any(fits(value, each) for each in types)
+    if origin in (tuple, Sequence):
+        types = types * len(value) if origin is Sequence and isinstance(value, list | tuple) else types
+        return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
     return type(value) is annotation or (annotation is float and type(value) is int)
 
 
 def _in_yaml(annotation: Any) -> bool:
-    """Whether `fits` can tell the type's values; those of other types are left to their class."""
-    kind, parts = get_origin(annotation), get_args(annotation)
-    if kind is UnionType or kind in (tuple, Sequence):
-        return all(map(_in_yaml, parts))
-    return annotation in _WORDS
-
-
-def in_words(annotation: Any) -> str:
-    """The values that YAML can give an option; classes of Python are left out."""
-    kind, parts = get_origin(annotation), get_args(annotation)
-    if kind is UnionType:
-        return " or ".join(in_words(part) for part in parts if get_origin(part) or part in _WORDS)
-    if kind is tuple:
-        return f"[{', '.join(map(in_words, parts))}]"
-    if kind is Sequence:
-        return f"a list of {in_words(parts[0])}"
-    return _WORDS[annotation]
+    """Return whether `fits` can tell the type's values. Others are left to the task's class."""
+    types = get_args(annotation)
+    return all(map(_in_yaml, types)) if types else annotation in _PLAIN

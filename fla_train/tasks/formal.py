@@ -29,7 +29,7 @@ class Language:
             ends the word.
         answers: how many answers there are; the papers' chance level is 1 / answers.
         write: (draws [2, L, n] uint32, lengths [n]) -> (words [n, L], answers [n, L]), both token ids. The
-            answer at a token is that of the word so far, its open brackets closed; IGNORE where that is no
+            answer at a token is that of the word so far, its open brackets closed; IGNORE where that is not a
             word. Written with `alphabet` as a third argument, where there is one.
         odd_lengths: only odd lengths exist.
         alphabet: the tokens that words are drawn from, one character each; None: they cannot be chosen.
@@ -43,7 +43,7 @@ class Language:
 
 
 class FormalLanguage(Task):
-    """One of LANGUAGES: words of uniformly drawn lengths, padded on the right, with one label each.
+    """A formal language of LANGUAGES: padded words of uniformly drawn lengths, with one label each.
 
     The label sits on the word's last token: the last bit or action, or "=" for arithmetic. It is the token id
     of the answer.

@@ -19,7 +19,7 @@ class GroupWords(Task):
     from left to right: y_t = y_(t-1) x_t, which for permutations means "first x_1, then x_2, ...". (The
     opposite order is the same task with every element renamed to its inverse.)
 
-    With `tokens_per_element` = k > 1, each element is followed by k - 1 fillers, which gives the model k
+    If `tokens_per_element` = k > 1, each element is followed by k - 1 fillers, which gives the model k
     tokens for one transition; its product is due at the last of the k. At the tokens between, the label is
     the product of the elements completed so far (the identity before the first), as in appendix E.2.1, or
     nothing with `label_incomplete=False`.
@@ -30,9 +30,9 @@ class GroupWords(Task):
         group: a name `make_group` knows: "S3", "A5", "Z60", "D7", "Z2xS3".
         length: tokens per sequence without the beginning-of-sequence token; a multiple of tokens_per_element.
         seed, num_sequences: see Task.
-        max_moved: draw only elements that move at most so many points: 2 is "only swaps" (and the identity),
-            3 "swaps and 3-permutations"; S and A groups only. None draws from the whole group.
-        elements: draw only so many of these elements, generators first (`generators_first`): a curriculum's
+        max_moved: most points that an element may move: 2 is "only swaps" (and the identity), 3 "swaps and
+            3-permutations"; S and A groups only. None draws from the whole group.
+        elements: number of these elements to draw from, generators first (`generators_first`): a curriculum's
             early stages. None draws from all.
         tokens_per_element: k.
         label_incomplete: label the tokens at which an element is not complete yet too.
@@ -99,7 +99,7 @@ class GroupWords(Task):
         if max_moved is None:
             return np.arange(self.group.order)
         if self.group.moved is None:
-            raise ValueError(f"max_moved counts permuted points: {self.group.name} is no S<n> or A<n>")
+            raise ValueError(f"max_moved counts permuted points: {self.group.name} is neither S<n> nor A<n>")
         elements = np.flatnonzero(self.group.moved <= max_moved)
         if len(elements) < 2:
             raise ValueError(

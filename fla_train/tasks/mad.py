@@ -3,8 +3,8 @@
 DeltaNet (arXiv 2406.06484) reports them in table 1: in-context and noisy recall (`InContextRecall`), fuzzy
 recall, selective copying, compression and memorization.
 
-Three things differ from the published code: compression asks for its tokens one by one (there, one vector is
-decoded by a network of its own, which is no language model), and noise fills single places. In fuzzy recall
+Three things differ from the published code: compression asks for its tokens one by one (there, a separate
+network decodes one vector, which a language model can't do), and noise fills single places. In fuzzy recall
 the last key has always come before; the published generator leaves it out of some sequences.
 """
 
@@ -20,11 +20,11 @@ class InContextRecall(Task):
     """Keys and their values one after another; a key that comes again calls for the value it had.
 
     The first half of the vocabulary is keys, the second values; noise ids follow. A sequence has its own map
-    of keys to values and draws keys with replacement. With noise, a place holds a noise token with
+    of keys to values and draws keys with replacement. If there is noise, a place holds a noise token with
     probability `noise_share` instead of a pair (noisy recall); a sequence in which then no key comes again
     gets none.
 
-    The label of a value stands at its key.
+    The label of a value is at its key.
 
     Args:
         vocab_size: key and value ids together, even; noise ids come on top.
@@ -102,12 +102,12 @@ class FuzzyRecall(Task):
     place draws a new key, which may by chance be an earlier one and then has its value again. One pair, at a
     random place, comes again at the end. Shorter sequences have blanks (the last id) in front.
 
-    The label of a value's letter stands one token earlier.
+    The label of a value's letter is one token earlier.
 
     Args:
         vocab_size: ids, with the blank; half of the others are letters of keys.
         length: tokens.
-        motif: longest key and longest value (letters). Values have 1 to so many, each length as often.
+        motif: longest key and longest value (letters). The lengths of values are uniform from 1.
         training: keys of 1 to `motif` letters and a label at every token, as in the published training sets;
             else keys of `motif` letters, and labels at the values of keys seen before.
         seed, num_sequences: see Task.

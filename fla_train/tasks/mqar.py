@@ -29,7 +29,7 @@ class MQAR(Task):
     A sequence begins with its pairs: key, value, key, value, ... Keys are distinct ids in [1, V/2), values
     distinct ids in [V/2, V). Each key then comes once more, at an even offset from the end of the pairs; the
     label there is the key's value. The offsets are drawn without replacement with weight rank^(power - 1), so
-    queries crowd towards the pairs. What is between is blank (id 0) or, with `random_non_queries`, a random
+    queries crowd towards the pairs. Other positions are blank (id 0) or, with `random_non_queries`, a random
     id of the whole vocabulary.
 
     In a mixture each sequence draws its setting by share; shorter ones are filled up with blanks on the
@@ -40,7 +40,7 @@ class MQAR(Task):
             configs/experiment/mqar has the papers'.
         vocab_size: V.
         power: exponent a of the gaps' law, > 0; 1 is uniform.
-        random_non_queries: fill what is no query with random ids.
+        random_non_queries: fill other positions with random ids.
         seed, num_sequences: see Task.
 
     Raises:

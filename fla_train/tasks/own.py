@@ -1,4 +1,4 @@
-"""A task of the user's own: its class by import path, and whether its batches are as they must be."""
+"""Custom tasks: the class by import path, and a check of its batches."""
 
 import inspect
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from fla_train.utils.import_class import import_class
 
 
 def import_task(path: str) -> type[Task]:
-    """The class that `path`, `package.module:Class`, names.
+    """Import the class that `path`, `package.module:Class`, names.
 
     Raises:
-        ValueError: there is none, it is no `Task`, or its constructor takes no seed; one line.
+        ValueError: it does not exist, it is not a `Task`, or its constructor has no seed argument; one line.
     """
     found = import_class(path, Task, "fla_train.tasks.Task")
     if inspect.isabstract(found):
@@ -29,7 +29,7 @@ def check_contract(path: str, task: Task) -> None:
     """Check the sizes and the first two sequences of a task of class `path`.
 
     Raises:
-        ValueError: it is not what `Task` says; one line.
+        ValueError: it breaks the contract of `Task`; one line.
     """
     for name in ("vocab_size", "seq_len"):
         if type(value := getattr(task, name, None)) is not int or value < 1:
@@ -43,7 +43,7 @@ def check_contract(path: str, task: Task) -> None:
         _check_ids(path, name, both, task)
         if not torch.equal(both[1:], second):
             raise ValueError(
-                f"{path}: sequence 1 is another one in a batch of its own: draw by the keys alone "
+                f"{path}: sequence 1 differs between the batches [0, 1] and [1]: draw by the keys alone "
                 "(fla_train/tasks/draws.py), so that all ranks and resumed runs get the same"
             )
     with _as_line(path, "its metrics"):
@@ -57,7 +57,7 @@ def check_contract(path: str, task: Task) -> None:
 
 @contextmanager
 def _as_line(path: str, what: str) -> Iterator[None]:
-    """Whatever the user's code raises, as a line."""
+    """Raise errors of the user's code as one line."""
     try:
         yield
     except Exception as error:

@@ -7,12 +7,10 @@ import numpy as np
 
 
 def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
-    """Curves by name (`Score.curve`): accuracy against prefix length, word length or number of pairs.
+    """Plot curves by name (`Score.curve`): accuracy against prefix length, length or number of pairs.
 
-    The dashed line is what guesses score, for the longest of the curves, where the task knows.
-
-    Curves with an accuracy for each of many lengths are drawn as means over 32 groups of them, since a single
-    length has few sequences.
+    The dashed line is chance, for the longest of the curves, where the task knows it. A curve over many
+    lengths is drawn as means over 32 groups of lengths, since a single length has few sequences.
     """
     from matplotlib.figure import Figure
 

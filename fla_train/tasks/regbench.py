@@ -25,8 +25,8 @@ class RegBench(Task):
 
     An automaton has 4 to 12 states, an alphabet of 4 to 18 of the 18 symbols, and 1 to 3 edges out of each
     state, with different symbols and different targets, none to the state itself. A string of 1 to 49 symbols
-    walks from state 0 along edges drawn uniformly. A sequence is 10 to 19 strings, cut at `length`. Training
-    and test sequences have automata of their own, since each sequence does.
+    walks from state 0 along edges drawn uniformly. A sequence is 10 to 19 strings, cut at `length`. Each
+    sequence has another automaton, so training and test sequences share none.
 
     A prediction counts as right if the automaton allows the symbol there (DFA accuracy). Separators, which
     any string may be followed by, are not to be predicted.
@@ -45,14 +45,14 @@ class RegBench(Task):
         super().__init__(vocab_size=SYMBOLS + 2, seq_len=length, seed=seed, num_sequences=num_sequences)
 
     def judge(self, predictions: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """An allowed symbol stands for the label."""
+        """Return `predictions` with the label instead of each allowed symbol."""
         allowed = batch.metadata["allowed"]  # [B, T, SYMBOLS]
         inside = (predictions >= 0) & (predictions < SYMBOLS)
         right = allowed.gather(2, predictions.clamp(0, SYMBOLS - 1)[..., None])[..., 0] & inside
         return torch.where(right, batch.labels, predictions)
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """dfa_accuracy: share of symbols predicted that the automaton allows."""
+        """Return dfa_accuracy: the fraction of predicted symbols that the automaton allows."""
         return {"dfa_accuracy": tally.token_accuracy}
 
     def _generate(self, keys: np.ndarray) -> Batch:
@@ -67,7 +67,7 @@ class RegBench(Task):
 
 
 def random_automaton(rng: np.random.Generator) -> Automaton:
-    """Drawn as RegBench says."""
+    """Draw an automaton as RegBench says."""
     states = int(rng.integers(NODES[0], NODES[1] + 1))
     size = int(rng.integers(ALPHABET[0], ALPHABET[1] + 1))
     alphabet = rng.permutation(SYMBOLS)[:size]

@@ -21,7 +21,7 @@ class Batch:
 
     Attributes:
         input_ids: [B, T] int64.
-        labels: [B, T] int64, NOT shifted: labels[b, t] is what the model must output after it has read
+        labels: [B, T] int64, NOT shifted: labels[b, t] is the model's target after it has read
             input_ids[b, : t + 1]; IGNORE where nothing is predicted. For a loss that shifts labels use
             `for_causal_lm`.
         metadata: facts about each row, [B] int64 each, by which results may be sliced, such as "length".
@@ -33,7 +33,7 @@ class Batch:
 
     @classmethod
     def of(cls, input_ids: np.ndarray, labels: np.ndarray, **metadata: np.ndarray | int) -> "Batch":
-        """The batch of these arrays; a number stands for the same of every row."""
+        """Make a batch of arrays. A number is the metadata of every row."""
         values = {
             key: torch.full((len(labels),), value) if isinstance(value, int) else torch.from_numpy(value)
             for key, value in metadata.items()
@@ -41,7 +41,7 @@ class Batch:
         return cls(torch.from_numpy(input_ids), torch.from_numpy(labels), values)
 
     def for_causal_lm(self) -> torch.Tensor:
-        """[2, B, T + 1] int64: inputs and labels for a model whose loss shifts labels by one.
+        """Return inputs and labels for a model whose loss shifts labels by one: [2, B, T + 1] int64.
 
         One more input (id 0, which no label depends on) makes room for the last label.
         """
@@ -51,12 +51,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of right predictions. They add up over batches and ranks, so shares of the sum are exact.
+    """Counts of right predictions. They add up over batches and ranks, so fractions of the sum are exact.
 
     Attributes:
         tokens, tokens_right: labelled positions, and those predicted right; scalars.
         sequences, sequences_right: rows, and rows without a wrong prediction; scalars.
-        row_accuracy: sum over rows of the share of the row's labelled positions that are right; scalar.
+        row_accuracy: sum over rows of the fraction of the row's labelled positions that are right; scalar.
         prefixes_right: [T], rows without a wrong prediction at positions <= t.
     All are fp64 tensors.
     """
@@ -72,17 +72,12 @@ class Tally:
     def of(cls, predictions: torch.Tensor, labels: torch.Tensor) -> "Tally":
         """Count `predictions` [B, T] (token ids, such as argmax of the logits) against `labels` [B, T].
 
-        Raises:
-            ValueError: if the shapes differ, or a row has no label.
+        Each row needs at least one label.
         """
-        if predictions.shape != labels.shape or labels.ndim != 2:
-            raise ValueError(
-                f"predictions {list(predictions.shape)} and labels {list(labels.shape)} must both be [B, T]"
-            )
+        assert predictions.shape == labels.shape and labels.ndim == 2
         labelled = labels != IGNORE
         per_row = labelled.sum(1)
-        if not per_row.all():
-            raise ValueError("every row needs at least one label; drop the rows without")
+        assert per_row.all(), "a row has no label"
         right = labelled & (predictions == labels)
         prefix_right = (labelled & ~right).cumsum(1) == 0
         return cls(
@@ -99,30 +94,30 @@ class Tally:
 
     @property
     def token_accuracy(self) -> float:
-        """Share of labelled positions that are right."""
+        """Return the fraction of labelled positions that are right."""
         return (self.tokens_right / self.tokens).item()
 
     @property
     def sequence_accuracy(self) -> float:
-        """Share of rows right at all their labelled positions."""
+        """Return the fraction of rows right at all their labelled positions."""
         return (self.sequences_right / self.sequences).item()
 
     @property
     def mean_row_accuracy(self) -> float:
-        """Mean over rows of the share of right positions."""
+        """Return the mean over rows of the fraction of right positions."""
         return (self.row_accuracy / self.sequences).item()
 
     @property
     def prefix_accuracy(self) -> list[float]:
-        """[T]: share of rows right at all labelled positions <= t; never rises with t."""
+        """Return the fraction of rows right at all labelled positions <= t, for each t: [T]."""
         return (self.prefixes_right / self.sequences).tolist()
 
 
 class Task(ABC):
     """A source of labelled sequences; sequence i is a pure function of (options, seed, i).
 
-    So a run's position is one integer, as with text: whatever the ranks or the micro-batch, a resumed run
-    sees the same stream. Training and test sets are two tasks of different seeds.
+    So a run's position is one integer, as with text: a resumed run sees the same stream for any number of
+    ranks and any micro-batch. Training and test sets are two tasks of different seeds.
 
     Args:
         vocab_size: ids are below it.
@@ -132,8 +127,8 @@ class Task(ABC):
             the same order); None: every index is a new sequence.
 
     Attributes:
-        chance: accuracy over labels of a model that guesses; None: not known.
-        chance_by_prefix: its accuracy up to each prefix; None: not known.
+        chance: accuracy over labels at chance; None: not known.
+        chance_by_prefix: accuracy at chance up to each prefix; None: not known.
 
     Class attributes:
         headline: the key of `summary` that papers report.
@@ -159,35 +154,30 @@ class Task(ABC):
         self.num_sequences = num_sequences
 
     def batch(self, indices: np.ndarray | Sequence[int]) -> Batch:
-        """Sequences `indices` ([B] integers >= 0, in any order), each the same in whatever batch it comes.
-
-        Raises:
-            ValueError: if `indices` is not one-dimensional and non-empty, or an index is negative.
-        """
+        """Return sequences `indices` ([B] integers >= 0, in any order), each the same in any batch."""
         indices = np.asarray(indices, dtype=np.int64)
-        if indices.ndim != 1 or len(indices) == 0 or indices.min() < 0:
-            raise ValueError("indices must be a list of one or more integers >= 0")
+        assert indices.ndim == 1 and len(indices) > 0 and indices.min() >= 0
         if self.num_sequences is not None:
             indices = indices % self.num_sequences
         return self._generate(stream_keys(self.seed, indices))
 
     def metrics(self, predictions: torch.Tensor, batch: Batch) -> dict[str, float | list[float]]:
-        """The task's published metrics of `predictions` [B, T] on one batch."""
+        """Return the task's published metrics of `predictions` [B, T] on one batch."""
         return self.summary(Tally.of(self.judge(predictions, batch), batch.labels))
 
     def judge(self, predictions: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """`predictions` [B, T] with the label in the place of every one that is as good as it."""
+        """Return `predictions` [B, T], with the label instead of each prediction that is equally right."""
         return predictions
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """The task's published metrics of a tally, which may be a sum over batches and ranks.
+        """Return the task's published metrics of a tally, which may be a sum over batches and ranks.
 
-        Unless a task has others: `accuracy` over labels, and `sequence_accuracy`.
+        The default is `accuracy` over labels, and `sequence_accuracy`.
         """
         return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
 
     def against_chance(self, accuracy: float, sequences: float) -> str:
-        """Say how an accuracy over labels compares with guesses: `(chance 0.1927: at chance)`.
+        """Return how an accuracy over labels compares with chance: `(chance 0.1927: at chance)`.
 
         Above chance means by more than two standard errors, one observation per sequence.
         """
@@ -198,17 +188,11 @@ class Task(ABC):
 
     @abstractmethod
     def _generate(self, keys: np.ndarray) -> Batch:
-        """One sequence per stream key ([B] uint64, see draws.py)."""
+        """Draw one sequence per stream key ([B] uint64, see draws.py)."""
 
 
 def tally_by(predictions: torch.Tensor, batch: Batch, key: str) -> dict[int, Tally]:
-    """One tally for each value of `batch.metadata[key]`: accuracy by length, or by number of pairs.
-
-    Raises:
-        ValueError: if the batch has no such metadata.
-    """
-    if key not in batch.metadata:
-        raise ValueError(f"no metadata '{key}'; this task has {', '.join(sorted(batch.metadata))}")
+    """Return one tally for each value of `batch.metadata[key]`: by length, or by number of pairs."""
     values = batch.metadata[key].to(batch.labels.device)
     return {
         int(value): Tally.of(predictions[values == value], batch.labels[values == value])

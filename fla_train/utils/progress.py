@@ -35,6 +35,8 @@ class Progress:
         now = time.monotonic()
         if resumed:
             self._began, self._first, self._first_tokens = now, done, tokens
+            self._bar.reset()
+            self._bar.initial = self._bar.n = done
         self.tokens, self.seconds = tokens - self._first_tokens, now - self._began
         rate = self.tokens / max(self.seconds, 1e-9) / 1e6
         if not self._bar.disable:

@@ -189,8 +189,6 @@ def test_metrics_are_scaled_by_the_chance_level() -> None:
     by_length = tally_by(predictions, batch, "length")
     assert set(by_length) == set(batch.metadata["length"].tolist())
     assert sum(tally.tokens_right for tally in by_length.values()) == 2
-    with pytest.raises(ValueError, match="this task has length"):
-        tally_by(predictions, batch, "depth")
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -108,22 +108,19 @@ def test_metrics_of_known_mistakes() -> None:
     }
 
 
-def test_settings_that_give_no_task_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of tokens_per_element"):
-        GroupWords("S5", 10, tokens_per_element=4)
-    with pytest.raises(ValueError, match="multiple of tokens_per_element"):
-        GroupWords("S5", 0)
-    with pytest.raises(ValueError, match="no S<n> or A<n>"):
-        GroupWords("Z60", 10, max_moved=2)
-    with pytest.raises(ValueError, match="raise max_moved"):
-        GroupWords("A5", 10, max_moved=2)
-    with pytest.raises(ValueError, match="elements=12: choose 1 to 11"):
-        GroupWords("S5", 10, max_moved=2, elements=12)
-    with pytest.raises(ValueError, match="num_sequences"):
-        GroupWords("S5", 10, num_sequences=0)
-    for indices in ([], [-1], [[1, 2]]):
-        with pytest.raises(ValueError, match="indices"):
-            GroupWords("S5", 10).batch(indices)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": "S5", "tokens_per_element": 4}, "multiple of tokens_per_element"),
+        ({"group": "Z60", "max_moved": 2}, "neither S<n> nor A<n>"),
+        ({"group": "A5", "max_moved": 2}, "raise max_moved"),
+        ({"group": "S5", "max_moved": 2, "elements": 12}, "elements=12: choose 1 to 11"),
+        ({"group": "S5", "num_sequences": 0}, "num_sequences"),
+    ],
+)
+def test_impossible_settings(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupWords(length=10, **options)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

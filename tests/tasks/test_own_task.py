@@ -143,7 +143,7 @@ def test_options_are_those_of_the_class() -> None:
     (error,) = find_errors(config(KIND, length=8, width=3), "task.")
     assert "no option width" in error
     (error,) = find_errors(config(KIND, length=2.5), "task.")
-    assert "whole number" in error
+    assert "must be int" in error
     (error,) = find_errors(config(KIND, length=8, depth=0), "task.")
     assert "depth=0" in error
 
