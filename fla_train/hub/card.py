@@ -106,26 +106,14 @@ def render_card(
     ours = isinstance(config, DeltaProductConfig) and mixer is None
     ours = ours and "linear_attention" in config.layer_types
     remote_code = package == "fla_train" and mixer is None
-    measured = {f"final {name} loss (nats per token)": value for name, value in info.losses.items()}
-    training = {
-        "data": info.data,
-        "tokenizer": info.tokenizer,
-        "initial weights": info.init_from,
-        "recipe": info.recipe,
-        "optimizer steps": _thousands(info.step),
-        "training tokens": _thousands(info.tokens),
-        "sequence length": _thousands(info.seq_len),
-        **{name: f"{value:.4f}" for name, value in (measured | info.metrics).items()},
-        "code": info.commit,
-    }
     template = _ENVIRONMENT.from_string(Path(__file__).with_name("card.md.jinja").read_text())
     return template.render(
         header=_header(info, model_type, ours, mixer),
         info=info,
         config=config,
-        description=_description(config),
-        sizes=_sizes(model),
-        training={name: value for name, value in training.items() if value is not None},
+        count=count_parameters(model),
+        settings=_settings(model),
+        foreign=not isinstance(config, DeltaProductConfig),
         plots=plots,
         package=package,
         mixer=mixer,
@@ -190,19 +178,6 @@ def _results(export: Path) -> Iterator[EvalResult]:
             yield EvalResult("text-generation", name, name, metric, value)
 
 
-def _description(config: Any) -> str:
-    """Describe the model, for example "A Gated DeltaProduct language model with n_h = 3"."""
-    if mixer := getattr(config, "mixer", None):
-        return f"A language model with the mixer `{mixer}`"
-    if not isinstance(config, DeltaProductConfig):
-        return f"A language model of type `{config.model_type}`"
-    if "linear_attention" not in config.layer_types:
-        return "A Transformer language model"
-    steps = config.num_householder
-    name = ("Gated " if config.use_forget_gate else "") + ("DeltaProduct" if steps > 1 else "DeltaNet")
-    return f"A {name} language model" + (f" with n_h = {steps}" if steps > 1 else "")
-
-
 def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> str:
     """Return the YAML header that the Hub's filters read."""
     data = info.datasets[0] if len(info.datasets) == 1 else info.data or "unnamed"
@@ -223,9 +198,9 @@ def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> s
     ).to_yaml()
 
 
-def _sizes(model: PreTrainedModel) -> dict[str, object]:
-    """Return the rows of the card's first table; None where a setting does not apply."""
-    config, count = model.config, count_parameters(model)
+def _settings(model: PreTrainedModel) -> dict[str, object]:
+    """Return the settings of the card's first table; None if one does not apply."""
+    config = model.config
     layers = Counter(getattr(config, "layer_types", None))
     foreign = not isinstance(config, DeltaProductConfig)  # has only some of these settings
     names = ["mixer", "mixer_options", "hidden_size", "num_hidden_layers", "intermediate_size"]
@@ -236,15 +211,5 @@ def _sizes(model: PreTrainedModel) -> dict[str, object]:
         names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
     if foreign or layers.keys() != {"linear_attention"}:
         names += ["num_attention_heads", "num_key_value_heads", "sliding_window"]
-    return {
-        "parameters": _thousands(count.total),
-        "input and output embedding counted once": _thousands(count.embedding_once),
-        "without embeddings": _thousands(count.body),
-        "vocabulary": _thousands(config.vocab_size),
-        "layers": ", ".join(f"{count} {name}" for name, count in layers.items()) or None,
-        **{name: getattr(config, name, None) for name in names},
-    }
-
-
-def _thousands(value: int | None) -> str | None:
-    return None if value is None else f"{value:,}"
+    counts = ", ".join(f"{count} {name}" for name, count in layers.items())
+    return {"layers": counts or None} | {name: getattr(config, name, None) for name in names}

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what of a layer is kept for the backward pass, and what is computed again."""
+"""Activation checkpointing: recompute layers in the backward pass instead of keeping their activations."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 SELECTIVE = "selective"
 _aten = torch.ops.aten
-# Their results are kept. The rest costs less to run again: norms, convolutions, SwiGLU, gates, the operator.
+# Results of these operations are kept in selective mode. Norms, convolutions, SwiGLU, gates and the operator
+# are cheaper to recompute.
 KEPT = [
     _aten.mm.default,
     _aten.addmm.default,
@@ -30,13 +31,13 @@ def checkpoint_activations(
     """Turn on activation checkpointing of the layers of `model`. Losses and gradients do not change.
 
     Args:
-        mode: True keeps the input of each layer and computes the layer again. "selective" also keeps the
-            results of its matrix products with weights and of softmax attention. False keeps everything.
-        preserve_rng_state: let recomputed layers draw the same random numbers. Reading the generator's state
-            is not allowed while a CUDA graph is recorded. If false, layers must draw none.
+        mode: True keeps the input of each layer and recomputes the layer. "selective" also keeps the results
+            of its matrix products with weights and of softmax attention. False keeps everything.
+        preserve_rng_state: let recomputed layers draw the same random numbers. It reads the generator's
+            state, which is not possible while a CUDA graph is recorded. If false, layers must draw none.
 
     Raises:
-        ValueError: the class has no gradient checkpointing.
+        ValueError: the class does not support gradient checkpointing.
     """
     if not mode:
         return

@@ -144,10 +144,6 @@ def build_model(config: PreTrainedConfig) -> "PreTrainedModel":
     except Exception as failure:  # classes raise anything
         raise ValueError(f"{cls.__name__} can't be built: {' '.join(str(failure).split())}") from failure
     model.config.pad_token_id = pad
-    if config.model_type == "xlstm":
-        from fla_train.models.zoo.xlstm import take_whole_chunks
-
-        take_whole_chunks(model)
     return model
 
 

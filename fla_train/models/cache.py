@@ -1,4 +1,4 @@
-"""Generation cache: checks that transformers' `Cache` holds recurrent states, and makes it count tokens."""
+"""Check that transformers' `Cache` has places for recurrent states, and make it count tokens."""
 
 import inspect
 
@@ -14,11 +14,11 @@ CACHE_NAME = "cache" if "cache" in ARGUMENTS else "past_key_values"  # renamed i
 
 
 class CountingLayer(LinearAttentionLayer):
-    """The first layer's cache entry in a model without attention layers: it also counts tokens.
+    """Cache entry of the first layer in a model without attention layers, which also counts tokens.
 
-    transformers' entries of linear layers count none, and `generate` needs the count to skip the tokens of
-    a prompt that the cache has seen. It is a tensor on the model's device, so that a compiled decoding
-    step is not compiled again as it grows.
+    transformers' entries of linear layers do not count, but `generate` needs the count to skip the prompt
+    tokens in the cache. The count is a tensor on the model's device, so that a compiled decoding step is not
+    recompiled as it grows.
     """
 
     def __init__(self, number_of_states: int, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class CountingLayer(LinearAttentionLayer):
             torch._dynamo.mark_static_address(self.cumulative_length)
 
     def get_seq_length(self) -> Tensor:
-        """Tokens seen so far, padding included; an integer tensor []."""
+        """Return the number of tokens so far, including padding, as an integer tensor []."""
         return self.cumulative_length
 
     def reset(self) -> None:
@@ -37,12 +37,12 @@ class CountingLayer(LinearAttentionLayer):
 
 
 class WindowLayer(StaticLayer):
-    """The keys and values of the last tokens, the newest last, in tensors that keep their address.
+    """Keys and values of the last tokens, the newest last, in tensors with fixed addresses.
 
     transformers' `StaticSlidingWindowLayer` counts its tokens on the host, which a CUDA graph cannot do.
 
     Args:
-        max_cache_len: number of tokens; before the first there are places for tokens below position 0.
+        max_cache_len: number of tokens; until it is full, the first entries have positions below 0.
     """
 
     is_sliding = True
@@ -50,7 +50,7 @@ class WindowLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Take in [B, H, T, D] new keys and values; return those held, [B, H, max_cache_len, D]."""
+        """Append [B, H, T, D] new keys and values; return the whole window, [B, H, max_cache_len, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for held, new in ((self.keys, key_states), (self.values, value_states)):
@@ -59,22 +59,22 @@ class WindowLayer(StaticLayer):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:
-        """Number of places, and the position of the first after the next `query_length` tokens."""
+        """Return the window's size, and the position of its first entry after `query_length` more tokens."""
         return self.max_cache_len, self.cumulative_length + query_length - self.max_cache_len
 
 
-CacheLayerMixin.register(CountingLayer)  # `Cache.get_seq_length` asks layers of this class only
+CacheLayerMixin.register(CountingLayer)  # `Cache.get_seq_length` reads only layers of this class
 
 
 def cache_for(
     past_key_values: Cache | None, config: DeltaProductConfig, use_cache: bool, device: torch.device
 ) -> Cache | None:
-    """The caller's cache, a new one when `use_cache`, or None.
+    """Return the caller's cache, a new one if `use_cache`, or None.
 
     The first layer of a model without attention layers becomes a `CountingLayer`.
 
     Raises:
-        ValueError: for a cache without a place for each layer's states, or one that is to be rolled back.
+        ValueError: the cache has no places for the layers' states, or supports rollback.
     """
     if past_key_values is None:
         if not use_cache:
@@ -82,10 +82,10 @@ def cache_for(
         past_key_values = DynamicCache(config=config)
     layers = getattr(past_key_values, "layers", [])
     states = config.number_of_conv_states
-    expected = [states if kind == "linear_attention" else 0 for kind in config.layer_types]
+    expected = [states if layer == "linear_attention" else 0 for layer in config.layer_types]
     if [getattr(layer, "number_of_states", 0) for layer in layers] != expected:
         raise ValueError(
-            f"past_key_values is a {type(past_key_values).__name__} without a place for the model's states: "
+            f"past_key_values is a {type(past_key_values).__name__} without places for the model's states: "
             "use DynamicCache(config=model.config) or StaticCache(config=model.config, max_cache_len=N)"
         )
     if any(getattr(layer, "record_past", False) for layer in layers):

@@ -1,8 +1,8 @@
-"""States that a training pass starts from and leaves behind: its layers find them in place of a cache.
+"""Initial and final states of the linear layers in a training pass, with the interface of a cache.
 
-A generation cache is updated in place: a layer that runs again for activation checkpointing would update it
-twice. These have two sides. A pass reads one and writes the other, without gradients. So a layer may run any
-number of times, and a CUDA graph may replay it on tensors that stay.
+A generation cache is updated in place, so a layer that is recomputed for activation checkpointing would
+update it twice. Here a pass reads the initial states and writes to other tensors, without gradients. So a
+layer may run any number of times, and a CUDA graph may replay it on the same tensors.
 """
 
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from typing import NamedTuple
 from torch import Tensor
 
 RECURRENT, CONV = "recurrent", "conv"
-STATES_PER_LAYER = 3  # of each kind, as a cache has
+STATES_PER_LAYER = 3  # of each kind, as in a cache
 
 
 class StateKey(NamedTuple):
-    """Which state of which layer."""
+    """Identify a state of a layer."""
 
-    kind: str  # RECURRENT, or CONV: the last inputs of a short convolution
+    kind: str  # RECURRENT, or CONV for the last inputs of a short convolution
     layer: int
     index: int
 
 
 class LayerStates:
-    """What a layer reads: a state [R, ...] for each of R rows, or None where it starts from zeros."""
+    """Initial states [R, ...] of one layer for R rows; None: zeros."""
 
     def __init__(self, start: Mapping[StateKey, Tensor], layer: int) -> None:
         self.recurrent_states, self.conv_states = (
@@ -33,13 +33,11 @@ class LayerStates:
 
 
 class CarriedStates:
-    """The states of R rows in all linear layers. Softmax attention carries nothing.
+    """States of R rows in all linear layers. Softmax attention has none.
 
     Args:
-        start: states [R, ...] of the rows' beginnings; what is absent starts from zeros. They require no
-            gradient, and none is computed.
-        end: tensors of the same shapes, which the pass fills with the states after each row's last token;
-            what is absent is dropped.
+        start: initial states [R, ...] without gradient; absent states are zeros.
+        end: tensors of the same shapes for the states after each row's last token; absent states are dropped.
     """
 
     def __init__(self, start: Mapping[StateKey, Tensor], end: Mapping[StateKey, Tensor], layers: int) -> None:

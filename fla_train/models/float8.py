@@ -1,8 +1,8 @@
-"""Linear layers in float8 for training: weights cast once a step, autograd functions of projections and MLP.
+"""Linear layers in float8 for training, with weights cast once per step.
 
-Activations and weights are cast to e4m3, gradients to e5m2, each tensor with one dynamic scale; the products
-of the forward pass, of the input's gradient and of the weight's run in float8. Weights and their gradients
-stay fp32.
+Activations and weights are cast to e4m3, gradients to e5m2, each tensor with one dynamic scale. The products
+of the forward pass, of the input's gradient and of the weight's gradient run in float8. Weights and their
+gradients stay fp32.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from fla_train.kernels.fused_ops.float8 import (
 from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
 from fla_train.kernels.weight_gradient import weight_gradient
 
-LEAST_ROWS = 128  # of a weight: those of betas and decays have one row a head, and stay bf16
+LEAST_ROWS = 128  # of a weight; those of betas and decays have one row per head and stay bf16
 GRADIENTS = E5M2
 
 
 class Float8Weights:
-    """The weights of a model's linear layers in e4m3, as of the last `cast`.
+    """Weights of a model's linear layers in e4m3, from the last call of `cast`.
 
-    Marks the layers that may run in float8: both sizes are multiples of 16, at least 128 outputs, and not the
-    head, whose product is part of the loss. The layers of one input share a scale.
+    Marks the layers that may run in float8: both sizes are multiples of 16, with at least 128 outputs, except
+    the head, whose product belongs to the loss. Layers of one input share a scale.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,19 +53,19 @@ class Float8Weights:
         return layer.out_features >= LEAST_ROWS and not any(size % MULTIPLE for size in sizes)
 
     def of(self, layers: tuple[nn.Linear, ...]) -> Float8Matrix:
-        """The weights one below the other, [rows of all, in_features], and their transpose."""
+        """Return the stacked weights [sum of rows, in_features] and their transpose."""
         if layers not in self._groups:
             self._groups[layers] = cast_float8(self._weights(layers), E4M3, dim=0)
         return self._groups[layers]
 
     def of_norm(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """The scaled weight of an RMSNorm, and the inverse scale of its output."""
+        """Return the scaled weight of an RMSNorm, and the inverse scale of its output."""
         if norm not in self._norms:
             self._norms[norm] = norm_scale(norm.weight.detach())
         return self._norms[norm]
 
     def cast(self) -> None:
-        """Cast them again, in place, after they have changed."""
+        """Cast all weights again, in place, after an optimizer step."""
         for layers, out in self._groups.items():
             cast_float8(self._weights(layers), E4M3, dim=0, out=out)
         for norm, out in self._norms.items():
@@ -78,14 +78,14 @@ class Float8Weights:
 
 
 def runs_in_float8(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `layer` multiplies x [..., in_features] in float8: the number of rows has to fit, too."""
+    """Return whether `layer` multiplies x [..., in_features] in float8, which needs a suitable row count."""
     return hasattr(layer, "float8") and x.numel() // x.shape[-1] % MULTIPLE == 0
 
 
 def float8_project(
     x: Tensor, layers: tuple[nn.Linear, ...], others: Sequence[nn.Linear], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Outputs of `layers` in float8, then of `others` in `dtype`, on x [..., D], in `dtype`."""
+    """Return outputs of `layers` in float8, then of `others` in `dtype`, for x [..., D]."""
     weights = [layer.weight for layer in (*layers, *others)]
     return list(_Projections.apply(x, None, dtype, layers[0].float8.of(layers), len(layers), *weights))
 
@@ -98,13 +98,13 @@ def float8_mlp(
     dtype: torch.dtype,
     cast: Float8Matrix | None = None,
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)) for x [..., D], in `dtype`; `cast` is x in e4m3, if it is there already."""
+    """Compute down(silu(gate(x)) * up(x)) for x [..., D] in `dtype`; `cast` may pass x in e4m3."""
     casts = gate.float8.of((gate, up)), down.float8.of((down,))
     return _MLP.apply(x, cast, dtype, *casts, gate.weight, up.weight, down.weight)
 
 
 def float8_norm_project(x: Tensor, norm: nn.Module, layer: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """layer(norm(x)) for x [..., H, V], whose norms lie side by side, in `dtype`."""
+    """Compute layer(norm(x)) for x [..., H, V] with concatenated norms, in `dtype`."""
     scaled, inverse = layer.float8.of_norm(norm)
     y, data, _ = cast_rms_norm(x, None, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
     cast = Float8Matrix(data.view(-1, layer.in_features), None, inverse)
@@ -120,7 +120,7 @@ def float8_norm_mlp(
     down: nn.Linear,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`float8_mlp` of norm(residual + update), and that sum."""
+    """Return `float8_mlp` of norm(residual + update), and the sum."""
     scaled, inverse = gate.float8.of_norm(norm)
     y, data, total = cast_rms_norm(update, residual, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
     cast = Float8Matrix(data.flatten(0, -2), None, inverse)
@@ -128,18 +128,18 @@ def float8_norm_mlp(
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., D] as a matrix."""
+    """Reshape x [..., D] to a matrix."""
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
 def _kept(cast: Float8Matrix) -> tuple[Tensor, Tensor, bool]:
-    """What the backward pass needs of an input: its transpose, or what is transposed then; whether it is."""
-    given = cast.transposed is None
-    return cast.data if given else cast.transposed, cast.inverse, given
+    """Return data and inverse scale for the backward pass, and whether it must still transpose the data."""
+    plain = cast.transposed is None
+    return cast.data if plain else cast.transposed, cast.inverse, plain
 
 
 class _Projections(torch.autograd.Function):
-    """Of x [..., D], or of what has been `cast` of it: then x only takes the gradient."""
+    """Projections of x [..., D]. With `cast`, x in e4m3, x itself only receives the gradient."""
 
     @staticmethod
     def forward(
@@ -152,7 +152,7 @@ class _Projections(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         cast = cast or cast_float8([_rows(x, dtype)], E4M3)
-        *kept, ctx.given = _kept(cast)
+        *kept, ctx.plain = _kept(cast)
         others = [other.to(dtype) for other in weights[count:]]
         rows = [_rows(x, dtype)] if others else []
         ctx.save_for_backward(*kept, *rows, *others)
@@ -160,7 +160,7 @@ class _Projections(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, dtype, weights[0].dtype
         outputs = [
             float8_product(cast.data, data, cast.inverse, weight.inverse, dtype, fast=True)
-            for data in weight.data.split([len(own) for own in weights[:count]])
+            for data in weight.data.split([len(rows) for rows in weights[:count]])
         ]
         outputs += [F.linear(*rows, other) for other in others]
         return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
@@ -169,7 +169,7 @@ class _Projections(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_transposed, x_inverse, *rest = ctx.saved_tensors
-        if ctx.given:
+        if ctx.plain:
             x_transposed = transpose_float8(x_transposed)
         weight, dtype = ctx.weight, ctx.dtype
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
@@ -186,7 +186,7 @@ class _Projections(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Of x as in `_Projections`."""
+    """MLP of x, which is passed as for `_Projections`."""
 
     @staticmethod
     def forward(
@@ -201,7 +201,7 @@ class _MLP(torch.autograd.Function):
         down: Tensor,
     ) -> Tensor:
         cast = cast or cast_float8([_rows(x, dtype)], E4M3)
-        *kept, ctx.given = _kept(cast)
+        *kept, ctx.plain = _kept(cast)
         gate_up = float8_product(
             cast.data, gate_up_weight.data, cast.inverse, gate_up_weight.inverse, dtype, fast=True
         )
@@ -216,7 +216,7 @@ class _MLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         x_transposed, x_inverse, gate_up, y_inverse = ctx.saved_tensors
-        if ctx.given:
+        if ctx.plain:
             x_transposed = transpose_float8(x_transposed)
         (gate_up_weight, down_weight), dtype = ctx.weights, ctx.dtype
         dz = cast_float8([dz.reshape(-1, dz.shape[-1])], GRADIENTS)

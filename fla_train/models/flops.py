@@ -1,7 +1,7 @@
-"""Count parameters, training FLOPs and training memory of a model from its config, without its weights.
+"""Count parameters, training FLOPs and training memory of a model from its config.
 
-Parameter counts are exact (a test compares them with the module). FLOPs count the algorithm's matmuls, two
-per multiply-add, without recomputation. Memory is an estimate.
+Parameter counts are exact. FLOPs count the algorithm's matrix products, two per multiply-add, without
+recomputation. Memory is an estimate.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters. The papers count the embedding once: `embedding_once`."""
+    """Numbers of parameters. The papers report `embedding_once`."""
 
     body: int  # blocks and final norm, neither embedding nor head
     embedding: int  # vocab_size * hidden_size
@@ -33,7 +33,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """What the model holds: the head counts unless it is the embedding."""
+        """All parameters; the head counts unless it is tied."""
         return self.body + (1 if self.tied else 2) * self.embedding
 
 
@@ -45,17 +45,17 @@ class TrainingMemory:
     gradients: int
     optimizer: int
     activations: int  # as the backward pass begins
-    accumulates: bool  # whether gradients of earlier micro-batches are there by then
+    accumulates: bool  # whether gradients of earlier micro-batches exist at that time
 
     @property
     def total(self) -> int:
-        """The peak: as the backward pass begins, or after it, when gradients are copied to be reduced."""
+        """The peak, at the start of the backward pass or when gradients are copied to be reduced."""
         begin = self.activations + (self.gradients if self.accumulates else 0)
         return self.parameters + self.optimizer + max(begin, 2 * self.gradients)
 
 
 def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> ParameterCount:
-    """Count the parameters of a config of ours without building it, or those that any model holds."""
+    """Count the parameters of any model, or of a `DeltaProductConfig` without building its model."""
     if not isinstance(model, DeltaProductConfig):
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         tied = head is None or head.weight is table
@@ -67,27 +67,27 @@ def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> Parameter
     if config.mixer is None:
         body += config.layer_types.count("linear_attention") * layer_sizes.parameters(config)
     else:
-        body += sum(p.numel() for mixer in _own_mixers(config) for p in mixer.parameters())
+        body += sum(p.numel() for mixer in _custom_mixers(config) for p in mixer.parameters())
     return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
 
 
 def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
-    """FLOPs to train on one token of a sequence of `seq_len`, forward and backward.
+    """Return the FLOPs to train on one token of a sequence of `seq_len`, forward and backward.
 
-    Every matmul weight (the head included, the embedding not) costs 2 forward and 4 backward. A mixer of the
-    user's own counts itself by `flops_per_token`; without it the weights of its linear layers count.
+    Each weight of a matrix product, including the head but not the embedding, costs 2 forward and 4 backward.
+    A custom mixer counts itself by `flops_per_token`; without it the weights of its linear layers count.
     """
     weights = _other_matmuls(config) + config.vocab_size * config.hidden_size
     if config.mixer is None:
         mixers = config.layer_types.count("linear_attention") * layer_sizes.training_flops(config)
     else:
-        mixers = sum(_mixer_flops(mixer, seq_len) for mixer in _own_mixers(config))
+        mixers = sum(_mixer_flops(mixer, seq_len) for mixer in _custom_mixers(config))
     return 6 * weights + mixers + attention_flops(config, seq_len)
 
 
-def _own_mixers(config: DeltaProductConfig) -> list[nn.Module]:
-    """The mixers of the linear layers, of the class that `config.mixer` names, on the meta device."""
-    from fla_train.models.mixers.registry import build_mixer  # imports the models: seconds
+def _custom_mixers(config: DeltaProductConfig) -> list[nn.Module]:
+    """Build the mixers of the linear layers, of the class `config.mixer`, on the meta device."""
+    from fla_train.models.mixers.registry import build_mixer  # imports modeling code
 
     linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     with torch.device("meta"):
@@ -101,9 +101,9 @@ def _mixer_flops(mixer: nn.Module, seq_len: int) -> float:
 
 
 def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
-    """FLOPs per token of softmax attention without its projections, forward and backward.
+    """Return the FLOPs per token of softmax attention without its projections, forward and backward.
 
-    A visible key costs 4 * hidden_size forward and twice that backward; causality and windows are counted.
+    A visible key costs 4 * hidden_size forward and twice that backward, with causality and windows.
     """
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     kinds = [kind for kind in config.layer_types if kind in windows]
@@ -111,7 +111,7 @@ def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
 
 
 def visible_keys(seq_len: int, window: int | None) -> float:
-    """How many keys a token sees, within its window if there is one: the mean over the positions."""
+    """Return the number of keys that a token sees within its window, averaged over positions."""
     window = min(window or seq_len, seq_len)
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
@@ -127,12 +127,12 @@ def training_memory_bytes(
 ) -> TrainingMemory:
     """Estimate a device's memory with fp32 parameters, AdamW and ZeRO-2 over `num_devices`.
 
-    Parameters are whole on each device (4 bytes), and gradients (4) until they are reduced at the end of a
-    step; AdamW's two moments (8) are divided. Activations sum what autograd keeps per token of the
-    micro-batch (`tokens_per_device` = micro-batch size * seq_len) with the fused kernels, in `element_size`
-    bytes where autocast applies, one chunk of logits and, without checkpointing, the weights as products take
-    them. Fragmentation and communication buffers are not included. On an H100 runs of 340M and 1.3B
-    parameters took 1% less to 2% more. Without the fused kernels expect up to twice as much. Narrow heads in
+    Each device has all parameters (4 bytes each) and, until they are reduced at the end of a step, all
+    gradients (4); AdamW's two moments (8) are divided. Activations are the tensors that autograd keeps per
+    token of the micro-batch (`tokens_per_device` = micro-batch size * seq_len) with the fused kernels, in
+    `element_size` bytes under autocast, plus one chunk of logits and, without checkpointing, the cast
+    weights. Fragmentation and communication buffers are not included. Runs of 340M and 1.3B parameters on an
+    H100 used 1% less to 2% more. Without the fused kernels expect up to twice as much. Narrow heads in
     float32, for which a GPU runs the recurrence step by step, keep a state per Householder step instead of
     one per chunk.
     """
@@ -141,7 +141,7 @@ def training_memory_bytes(
     layers, hidden = config.num_hidden_layers, config.hidden_size
     value_size = config.value_heads * config.head_v_dim
     n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    # Of the operator: T, the scores P, a state per chunk and the output (the corrected values replace v)
+    # The operator keeps T, the scores P, a state per chunk and the output; the corrected values replace v.
     operator = config.value_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
     operator += (config.value_heads - config.num_heads) * k * (1 + n)  # q and k, repeated
     channels = layer_sizes.conv_channels(config)
@@ -151,12 +151,12 @@ def training_memory_bytes(
     stream = hidden * stream_bytes(config, element_size)
     rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * stream
     per_layer = [
-        rest + element_size * (recurrent if kind == "linear_attention" else attention)
-        for kind in config.layer_types
+        rest + element_size * (recurrent if layer == "linear_attention" else attention)
+        for layer in config.layer_types
     ]
     kept = max(per_layer) + layers * stream if gradient_checkpointing else sum(per_layer)
     if gradient_checkpointing == SELECTIVE:
-        kept += element_size * sum(_product_outputs(config, kind) for kind in config.layer_types)
+        kept += element_size * sum(_product_outputs(config, layer) for layer in config.layer_types)
     logits = min(tokens_per_device * config.vocab_size, CHUNK_ELEMENTS)
     head = 2 * 4 * logits + 4 * config.vocab_size * hidden + 2 * element_size * tokens_per_device * hidden
     weights = 0 if gradient_checkpointing else element_size * count.body
@@ -170,13 +170,13 @@ def training_memory_bytes(
 
 
 def stream_bytes(config: DeltaProductConfig, element_size: int) -> int:
-    """Bytes of an element of the residual stream, where autocast gives products `element_size`."""
+    """Return the bytes of an element of the residual stream, if autocast's products have `element_size`."""
     return 4 if config.residual_in_fp32 else element_size
 
 
-def _product_outputs(config: DeltaProductConfig, kind: str) -> int:
-    """Outputs of a layer's matrix products for a token: projections of the mixer, gate and up, down."""
-    if kind == "linear_attention":
+def _product_outputs(config: DeltaProductConfig, layer: str) -> int:
+    """Count the outputs of a layer's matrix products per token."""
+    if layer == "linear_attention":
         gate = config.use_output_gate * config.value_heads * config.head_v_dim
         mixer = layer_sizes.projected_channels(config) + gate + config.hidden_size
     else:
@@ -185,13 +185,13 @@ def _product_outputs(config: DeltaProductConfig, kind: str) -> int:
 
 
 def _other_matmuls(config: DeltaProductConfig) -> int:
-    """Elements of the matmul weights of all blocks, without the mixers of linear layers."""
+    """Count the elements of the weight matrices of all blocks, without the mixers of linear layers."""
     hidden = config.hidden_size
     total = config.num_hidden_layers * 3 * hidden * config.intermediate_size
     return total + len(config.attention_layers) * 2 * hidden * attention_channels(config)
 
 
 def attention_channels(config: DeltaProductConfig) -> int:
-    """Channels of q and k of an attention layer; as many as those of its v and output."""
+    """Return the channels of q and k of an attention layer, which equal those of v and output."""
     kv_size = config.hidden_size * config.num_key_value_heads // config.num_attention_heads
     return config.hidden_size + kv_size

@@ -1,8 +1,8 @@
-"""One token of a whole model by the kernels of a decoding step: five or seven for each linear layer.
+"""Run one decoding step of a model with five to seven kernels per linear layer.
 
-They are the norm with all projections, the mixer, the output projection, the norm with SwiGLU, and the down
-projection (`kernels/fused_ops/token_step.py`); for several sequences the norms are kernels of their own.
-Attention layers run as they are.
+The kernels are the norm with all projections, the mixer, the output projection, the norm with SwiGLU, and the
+down projection (`kernels/fused_ops/token_step.py`). For several sequences the norms are separate kernels.
+Attention layers run unchanged.
 """
 
 from itertools import accumulate
@@ -23,13 +23,13 @@ from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 
 def takes_fused_step(model: PreTrainedModel) -> bool:
-    """Whether the kernels can run the model's linear layers."""
+    """Return whether the kernels support the model's linear layers."""
     config, weights = model.config, [p for p in model.parameters() if p.dim() == 2]
     return (
         resolve_operator(config.backend, model.device) == "triton"
         and resolve_backend("auto", weights[0]) == "triton"
         and config.hidden_act == "silu"
-        and config.value_heads == config.num_heads  # one program a head shifts the inputs of its q and k
+        and config.value_heads == config.num_heads  # one program per head shifts the inputs of its q and k
         and (not config.use_short_conv or 1 < config.conv_size <= MAX_TAPS)
         and next_power_of_2(config.head_dim) * next_power_of_2(config.head_v_dim) <= MAX_STATE
         and len({p.dtype for p in weights}) == 1
@@ -37,7 +37,7 @@ def takes_fused_step(model: PreTrainedModel) -> bool:
 
 
 def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache) -> Tensor:
-    """Logits [B, vocabulary] after one more token [B, 1] of each sequence; the cache is updated in place."""
+    """Return logits [B, vocabulary] after one more token [B, 1] of each sequence, and update the cache."""
     backbone, context = model.model, None
     x, update = None, backbone.embeddings(token)  # [B, 1, D] each; the residual stream is their sum
     if model.config.attention_layers:
@@ -65,7 +65,7 @@ def fused_step(model: PreTrainedModel, token: Tensor, masks: Masks, cache: Cache
 
 
 def _mix(mixer: DeltaProductMixer, y: Tensor, columns: dict[str, int], layer: LinearAttentionLayer) -> Tensor:
-    """What `mixer.o_proj` takes, from the other projections side by side; `columns` is where they begin."""
+    """Compute the input of `mixer.o_proj` from the other projections, which start at `columns` of y."""
     convolved = mixer.config.use_short_conv
     return mixer_step(
         y,

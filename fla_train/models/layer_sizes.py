@@ -1,4 +1,4 @@
-"""Parameters and training FLOPs of one DeltaProduct mixer from its config, and sizes of chunks."""
+"""Parameters and training FLOPs of one DeltaProduct mixer, and sizes of chunks."""
 
 from fla_train.models.configuration import DeltaProductConfig
 
@@ -7,23 +7,23 @@ CHUNK_ELEMENTS = 2**25  # logits held at once by the loss, at 8 bytes each
 
 
 def matmul_weights(config: DeltaProductConfig) -> int:
-    """Elements of the mixer's matmul weights."""
+    """Count the elements of the mixer's weight matrices."""
     n, v = config.num_householder, config.head_v_dim
     by_value_head = n * (v + 1) + config.use_forget_gate + v * config.use_output_gate + v
     return config.hidden_size * (_key_channels(config) + config.value_heads * by_value_head)
 
 
 def parameters(config: DeltaProductConfig) -> int:
-    """All its parameters."""
+    """Count all parameters of the mixer."""
     rest = config.head_v_dim + 2 * config.value_heads * config.use_forget_gate
     return matmul_weights(config) + rest + config.conv_size * conv_channels(config)
 
 
 def training_flops(config: DeltaProductConfig) -> float:
-    """FLOPs of a token, forward and backward.
+    """Return the FLOPs per token, forward and backward.
 
-    A matmul weight costs 2 forward and 4 backward. The operator costs, per value head, with K x V states,
-    n = num_householder and chunks of M Householder steps (dense tiles, states and T kept):
+    An element of a weight matrix costs 2 forward and 4 backward. The operator costs, per value head, with K x
+    V states, n = num_householder and chunks of M Householder steps (dense tiles, states and T kept):
 
         forward   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
         backward  n [10KV + 6MV + 2MK] + 4KV + 6MK + 4MV
@@ -36,15 +36,15 @@ def training_flops(config: DeltaProductConfig) -> float:
 
 
 def conv_channels(config: DeltaProductConfig) -> int:
-    """Channels of q, k and v that pass a short convolution, 0 without it."""
+    """Return the channels of q, k and v with a short convolution, 0 without it."""
     return projected_channels(config) if config.use_short_conv else 0
 
 
 def projected_channels(config: DeltaProductConfig) -> int:
-    """Channels of q, k and v."""
+    """Return the channels of q, k and v."""
     return _key_channels(config) + config.value_heads * config.num_householder * config.head_v_dim
 
 
 def _key_channels(config: DeltaProductConfig) -> int:
-    """Channels of q and k."""
+    """Return the channels of q and k."""
     return config.num_heads * config.head_dim * (1 + config.num_householder)

@@ -1,4 +1,4 @@
-"""Layers of a block: RMSNorm, short convolution, gated MLP, and several projections as one matrix product."""
+"""Layers of a block: RMSNorm, short convolution, gated MLP, and several projections in one matrix product."""
 
 from typing import Any
 
@@ -19,24 +19,24 @@ from fla_train.models.float8 import (
     runs_in_float8,
 )
 
-ALIGNMENT = 64  # columns that rows of projections are padded to: 128 bytes in half precision
+ALIGNMENT = 64  # columns; pads rows of projections to 128 bytes in half precision
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a matmul of `x` runs in: autocast's where it is on, else that of `x`."""
+    """Return the dtype of a matrix product of `x`: autocast's if it is on, else that of `x`."""
     device = x.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else x.dtype
 
 
 def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
-    """Outputs of several linear layers without bias on the same x [..., D], as columns of one product.
+    """Apply several linear layers without bias to the same x [..., D] in one matrix product.
 
-    Where all gradients come in columns of one tensor (`side_by_side`), those of x and of the weights are one
-    product each. Else the backward pass accumulates the gradient of x inside its products (`addmm_`);
-    autograd would add the products one by one, each time reading two tensors of the size of x and writing a
-    third. Layers that are no plain `nn.Linear`, or have hooks, are called as they are. Training in float8 is
-    decided here.
+    If all gradients are columns of one tensor (`side_by_side`), the gradients of x and of the weights are one
+    product each. Otherwise the backward pass accumulates the gradient of x inside its products (`addmm_`),
+    because autograd would add the products one by one, reading two tensors of the size of x and writing a
+    third each time. Layers with hooks, or of another class than `nn.Linear`, are called unchanged. Layers
+    marked for float8 run in it.
     """
     if torch.is_grad_enabled() and all(map(is_plain, layers)):
         if float8 := tuple(layer for layer in layers if runs_in_float8(layer, x)):
@@ -49,14 +49,14 @@ def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether `layer` is just x W^T, so that its weight may be used without calling the layer.
+    """Return whether `layer` computes x W^T, so that its weight may be used without calling the layer.
 
-    accelerate replaces `forward` of the layers of a `device_map`. A weight that it has offloaded exists
-    during that call only; outside of it torch would read invalid memory without an error.
+    accelerate replaces `forward` of the layers of a `device_map`. A weight that it offloaded exists only
+    during that call; outside of it torch would read invalid memory without an error.
     """
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    own = "forward" in vars(layer)
-    return type(layer) is nn.Linear and layer.bias is None and not own and not any(hooks)
+    replaced = "forward" in vars(layer)
+    return type(layer) is nn.Linear and layer.bias is None and not replaced and not any(hooks)
 
 
 class _Projections(torch.autograd.Function):
@@ -65,9 +65,9 @@ class _Projections(torch.autograd.Function):
         narrow, sizes = x.to(dtype), [len(weight) for weight in weights]
         sizes.append(-sum(sizes) % ALIGNMENT)
         wide = narrow.new_empty(sum(sizes), x.shape[-1])
-        *places, padding = wide.split(sizes)
-        for place, weight in zip(places, weights, strict=True):
-            place.copy_(weight)
+        *slices, padding = wide.split(sizes)
+        for target, weight in zip(slices, weights, strict=True):
+            target.copy_(weight)
         padding.zero_()
         ctx.save_for_backward(narrow, wide)
         ctx.sizes, ctx.dtypes = sizes, (x.dtype, weights[0].dtype)
@@ -102,7 +102,7 @@ class _Projections(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in fp32.
 
-    Its output feeds matmuls, so it is returned in their dtype: one cast here, not one per projection.
+    The output has the dtype of matrix products, so it is cast once and not in each projection.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -116,9 +116,9 @@ class RMSNorm(nn.Module):
         """Normalise x [..., size].
 
         Args:
-            gate: of the shape of `x`, or with its last two axes as one; its SiLU multiplies the result, in
-                fp32 too.
-            residual: instead of a gate: normalise residual + x, and return that sum as well.
+            gate: of the shape of `x`, or with its last two axes merged; its SiLU multiplies the result in
+                fp32.
+            residual: normalise residual + x, and return that sum as well; excludes a gate.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps, gate=gate, dtype=matmul_dtype(x))
@@ -158,12 +158,12 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, token: Tensor) -> Tensor:
         """Look up token ids [...] and return [..., channels]."""
-        found = super().forward(token)
-        return found if self.multiplier == 1 else found * self.multiplier
+        embedding = super().forward(token)
+        return embedding if self.multiplier == 1 else embedding * self.multiplier
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); with SiLU, the usual activation, a SwiGLU."""
+    """down(act(gate(x)) * up(x)); with SiLU, the default, a SwiGLU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class GatedMLP(nn.Module):
         self.fused = activation == "silu"  # the kernel has no other activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """From x [..., hidden_size] to the same shape."""
+        """Map x [..., hidden_size] to the same shape."""
         if self.runs_in_float8(x):
             return float8_mlp(x, *self.layers, matmul_dtype(x))
         gate, up = project(x, self.gate_proj, self.up_proj)
@@ -187,7 +187,7 @@ class GatedMLP(nn.Module):
         return self.gate_proj, self.up_proj, self.down_proj
 
     def runs_in_float8(self, x: Tensor) -> bool:
-        """Whether all of it does for x [..., hidden_size]."""
+        """Return whether all products run in float8 for x [..., hidden_size]."""
         return (
             self.fused
             and torch.is_grad_enabled()
@@ -196,7 +196,7 @@ class GatedMLP(nn.Module):
 
 
 def norm_project(norm: RMSNorm, x: Tensor, gate: Tensor | None, layer: nn.Linear) -> Tensor:
-    """layer(norm(x, gate)) for x [..., H, V], norms side by side; in float8 without a tensor between."""
+    """Compute layer(norm(x, gate)) for x [..., H, V] with concatenated norms; fused in float8."""
     y = x.flatten(-2)
     if gate is None and torch.is_grad_enabled() and is_plain(layer) and runs_in_float8(layer, y):
         return float8_norm_project(x, norm, layer, matmul_dtype(x))
@@ -204,7 +204,7 @@ def norm_project(norm: RMSNorm, x: Tensor, gate: Tensor | None, layer: nn.Linear
 
 
 def norm_mlp(norm: RMSNorm, update: Tensor, residual: Tensor, mlp: GatedMLP) -> tuple[Tensor, Tensor]:
-    """residual + update, and the MLP of its norm; in float8 without a tensor between."""
+    """Return residual + update, and the MLP of its norm; fused in float8."""
     if not mlp.runs_in_float8(update):
         y, total = norm(update, residual=residual)
         return total, mlp(y)

@@ -10,21 +10,21 @@ from fla_train.models.layer_sizes import CHUNK_ELEMENTS
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """The target of each position: labels [B, T] moved one to the left, IGNORE at the end."""
+    """Return the target of each position: labels [B, T] shifted by one to the left, IGNORE at the end."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def target_count(targets: Tensor, given: int | Tensor | None = None) -> int | Tensor:
-    """Return the divisor of a summed loss: `given` by the caller, or the number of `targets`.
+def target_count(targets: Tensor, count: int | Tensor | None = None) -> int | Tensor:
+    """Return the divisor of a summed loss: `count` of the caller, or the number of `targets`.
 
-    Without any target it is 1, not 0: the loss and its gradients are then 0, where 0 / 0 would be NaN.
+    0 becomes 1, so that a batch without targets has loss and gradients 0 instead of NaN.
     """
-    count = (targets != IGNORE).sum() if given is None else given
-    return count + (count == 0)  # not a clamp: ranks that average gradients may give a count below 1
+    count = (targets != IGNORE).sum() if count is None else count
+    return count + (count == 0)  # not a clamp: ranks that average gradients may pass a count below 1
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(hidden @ weight^T)[target] for each row, in fp32 and without gradients; 0 at IGNORE.
+    """Compute -log softmax(hidden @ weight^T)[target] per row, in fp32 and without gradients; 0 at IGNORE.
 
     Args:
         hidden: [M, D]; weight: [vocabulary, D]; targets: [M] int64.
@@ -36,17 +36,17 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """[M] losses of logits [M, vocabulary] that a head has made, in fp32 or fp64; 0 at IGNORE."""
+    """Return the [M] losses of logits [M, vocabulary], in fp32 or fp64; 0 at IGNORE."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets.to(logits.device), reduction="none", ignore_index=IGNORE)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum over the rows of -log softmax(hidden @ weight^T)[target], a scalar in fp32 (fp64 for fp64 input).
+    """Sum -log softmax(hidden @ weight^T)[target] over the rows, a scalar in fp32 (fp64 for fp64 input).
 
-    Gradients are computed in the forward pass from a chunk's logits, so the head costs three matmuls and its
-    logits are never recomputed. Matmuls run in the dtype of `hidden`; log-sum-exp, and the
-    sum of the weight's gradient over chunks, in fp32.
+    The forward pass computes the gradients from each chunk's logits, so the head costs three matrix products
+    and its logits are never recomputed. Products run in the dtype of `hidden`; log-sum-exp, and the sum of
+    the weight's gradient over chunks, in fp32.
 
     Args:
         hidden: [M, D]; weight: [vocabulary, D]; targets: [M] int64, IGNORE where there is none.
@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_total: Tensor) -> tuple[Tensor, Tensor, None]:
-        # In fp32: the factor, usually 1 / targets, rounded to bf16 would bias every gradient of the backbone.
+        # In fp32, because the factor (usually 1 / targets) rounded to bf16 would bias all gradients.
         grad_hidden, grad_weight = (
             (grad.to(grad_total.dtype) * grad_total).to(grad.dtype) for grad in ctx.saved_tensors
         )
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _chunks(hidden: Tensor, targets: Tensor, vocabulary: int) -> list[tuple[Tensor, Tensor]]:
     elements = CHUNK_ELEMENTS
-    if resolve_backend("auto", hidden) == "triton":  # in place: more logits in as many bytes
+    if resolve_backend("auto", hidden) == "triton":  # works in place: more logits in the same memory
         elements *= 8 // hidden.element_size()
     rows = max(1, elements // vocabulary)
     return list(zip(hidden.split(rows), targets.split(rows), strict=True))

@@ -1,4 +1,4 @@
-"""The model classes for transformers: a backbone of residual blocks, the language model, task heads."""
+"""Model classes for transformers: the backbone of residual blocks, the language model and task heads."""
 
 import math
 from typing import Any
@@ -35,7 +35,7 @@ from fla_train.kernels.context_parallel import ContextPart
 from fla_train.models.cache import CACHE_NAME, cache_for, count_tokens
 from fla_train.models.carried_states import CarriedStates
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.models.context import PACKING, Masks, SequenceContext, document_bounds, masks
+from fla_train.models.context import Masks, SequenceContext, document_bounds, masks
 from fla_train.models.decoding import PREFILL_TOKENS, generate_tokens, takes_loop
 from fla_train.models.layers import (
     GatedMLP,
@@ -61,8 +61,8 @@ logger = logging.get_logger(__name__)
 class Block(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream has the dtype of its widest addend.
 
-    The residual stream is passed on as two addends, x and update: the next norm adds them in its kernel. With
-    `config.norm_after` an attention layer is x + norm(attention(x)), then x + norm(mlp(x)).
+    The residual stream is the sum of two tensors, x and update, which the next norm adds in its kernel. With
+    `config.norm_after` an attention layer computes x + norm(attention(x)), then x + norm(mlp(x)).
     """
 
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
@@ -70,7 +70,7 @@ class Block(GradientCheckpointingLayer):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = build_mixer(config, layer)
         self.linear = config.layer_types[layer] == "linear_attention"
-        self.own_mixer = config.mixer if self.linear else None
+        self.custom_mixer = config.mixer if self.linear else None
         self.norm_after = config.norm_after and not self.linear
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
@@ -81,7 +81,7 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, x: Tensor, update: Tensor | None, context: SequenceContext, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor]:
-        """From the stream x + update [B, T, hidden_size] (`update` None: x) to the next x and update."""
+        """Map the stream x + update [B, T, hidden_size] (`update` may be None) to the next x and update."""
         if self.norm_after:
             y = x = x if update is None else x + update
         elif update is None:
@@ -91,8 +91,8 @@ class Block(GradientCheckpointingLayer):
         if self.linear and context.states is not None:
             cache = context.states
         y = self.attn(y, context) if cache is None else self.attn(y, context, cache=cache)
-        if self.own_mixer is not None:
-            check_output(self.own_mixer, y, x.shape)
+        if self.custom_mixer is not None:
+            check_output(self.custom_mixer, y, x.shape)
         if self.norm_after:
             x = x + self.attn_norm(y)
             return x, self.mlp_norm(self.mlp(x))
@@ -112,12 +112,12 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values", "cache")
     _is_stateful = True
     _can_compile_fullgraph = True
-    # Trainer would give `num_items_in_batch` to the task heads, which hand all keywords to the backbone.
+    # Trainer would pass `num_items_in_batch` to the task heads, which pass all keywords to the backbone.
     accepts_loss_kwargs = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the parameters a module holds itself. `init.*` skip tensors that a checkpoint has filled."""
+        """Draw the parameters of one module. `init.*` skip tensors that a checkpoint has filled."""
         if isinstance(module, nn.Linear | nn.Embedding | ShortConvolution):
             init.normal_(module.weight, mean=0.0, std=self._initial_std(module))
             if getattr(module, "bias", None) is not None:  # of a task head
@@ -141,7 +141,7 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, *args: Any, trust_remote_code: bool | None = None, **options: Any
     ) -> "DeltaProductPreTrainedModel":
-        """As transformers'; `trust_remote_code` also permits the import of a mixer that only files name."""
+        """Load a model. `trust_remote_code` also permits importing a mixer that only the files name."""
         if trust_remote_code:
             if hasattr(config := options.get("config"), "mixer_permitted"):
                 config.mixer_permitted = True
@@ -151,7 +151,7 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
 
 
 class DeltaProductModel(DeltaProductPreTrainedModel):
-    """Embedding, blocks and final norm: input_ids [B, T] -> hidden states [B, T, hidden_size]."""
+    """Embedding, blocks and final norm, from input_ids [B, T] to hidden states [B, T, hidden_size]."""
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__(config)
@@ -183,89 +183,52 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         """Run the backbone over T new tokens.
 
         Args:
-            input_ids: [B, T], or `inputs_embeds` [B, T, hidden_size] in their place.
+            input_ids: [B, T], or `inputs_embeds` [B, T, hidden_size] instead.
             attention_mask: [B, seen + T], 0 at padding (left or right); masked positions change no other
-                position. Or what `create_masks_for_generate` makes of it.
-            past_key_values: the cache of the tokens before, a `DynamicCache(config=model.config)` or
-                `StaticCache(config=model.config, max_cache_len=...)`; updated in place. transformers calls it
-                `cache` since 5.24; both names are taken.
-            use_cache: make a `DynamicCache` when none is given. Default: `config.use_cache`, off in training
+                position. Or the result of `create_masks_for_generate`.
+            past_key_values: the cache of earlier tokens, a `DynamicCache(config=model.config)` or
+                `StaticCache(config=model.config, max_cache_len=...)`; updated in place. transformers 5.24
+                renamed it to `cache`; both names work.
+            use_cache: make a `DynamicCache` when none is passed. Default: `config.use_cache`, off in training
                 mode.
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1); nothing crosses them.
-            position_ids: [B or 1, T], counting up by one; where they are 0 again, a packed document starts
-                (needs B = 1). Where they begin has no effect: positions are relative.
+            position_ids: [B or 1, T], counting up by one; a packed document starts at each 0 (needs B = 1).
+                The first value has no effect, because positions are relative.
             output_hidden_states: return the embeddings and each block's output, [B, T, hidden_size] each, the
-                last one after the final norm; or one or several of these by index, with None in the other
-                places. Default: the config's.
-            output_attentions: return the softmax weights [B, H, T, keys] of each attention layer (an empty
-                tuple without such layers). Default: the config's.
+                last one after the final norm; or some of these by index, with None for the others.
+                Default: the config's.
+            output_attentions: return the softmax weights [B, H, T, keys] of each attention layer. Default:
+            the
+                config's.
             context_part: the tokens are this part of their rows, and all ranks of its group call the model
-                with theirs. `cu_seqlens` then has the bounds of the whole row. Takes no padding, cache or
-                states.
-            states: for training: what the linear layers start from in place of zeros, and where they leave
-                their final states; of the B rows, or with `cu_seqlens` of R rows of equal length, each with
-                documents of its own. They carry no gradient, and take the place of a cache.
-            packing: the bounds of packed documents by the names that collators of transformers and TRL give
-                them, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, `seq_idx`; see
-                `document_bounds`.
+                with theirs. `cu_seqlens` has the bounds of the whole row. Excludes padding, cache and states.
+            states: initial states of the linear layers in training, and the place for their final states; for
+                B rows, or with `cu_seqlens` for R rows of equal length. They carry no gradient and replace
+                the cache.
+            packing: the bounds of packed documents by the names that collators of transformers and TRL use;
+                see `document_bounds`.
 
         Raises:
-            ValueError: for arguments that contradict each other, or that this model cannot honour.
+            ValueError: arguments contradict each other, or the model does not support them.
         """
         past_key_values = packing.pop("cache", past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given.dim() != (2 if inputs_embeds is None else 3):
-            raise ValueError(
-                "input_ids must be [batch, tokens], inputs_embeds [batch, tokens, hidden_size]; these have "
-                f"shape {list(given.shape)}: give a single sequence as x[None]"
-            )
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if hidden.numel() == 0:
-            raise ValueError(f"there are no tokens: the input has shape {list(hidden.shape[:-1])}")
         if not self.config.residual_in_fp32:
             hidden = hidden.to(matmul_dtype(hidden))
-        checkpointing = self.training and self.layers[0].gradient_checkpointing
-        if checkpointing and past_key_values is not None:
-            raise ValueError(
-                "gradient checkpointing runs a block twice, which would update past_key_values twice: "
-                "pass no cache, or call model.gradient_checkpointing_disable()"
-            )
         padding = attention_mask["padding_mask"] if isinstance(attention_mask, dict) else attention_mask
-        if padding is not None and padding.dim() != 2:
-            raise ValueError(
-                f"attention_mask must be [batch, tokens], it has {padding.dim()} axes: "
-                "a recurrent layer cannot hide a token from some of the later tokens only"
-            )
-        if not self.supports_cache:
-            if past_key_values is not None:
-                raise ValueError(f"{self.config.mixer} keeps no states: pass no past_key_values")
-            use_cache = False
-        if states is not None and (past_key_values is not None or use_cache or not self.supports_cache):
-            raise ValueError("states stand in for a cache: pass no other, and use a mixer that takes one")
-        if unknown := sorted(name for name in packing if name not in PACKING):
-            known = ", ".join(PACKING)
-            raise TypeError(f"the model takes no {', '.join(unknown)}; for packed documents it takes {known}")
         cu_seqlens = document_bounds(hidden.shape[1], padding, cu_seqlens, position_ids, **packing)
-        if context_part is not None:
-            others = (padding, past_key_values, use_cache or None, states, self.config.mixer)
-            if any(other is not None for other in others):
-                raise ValueError(
-                    "context_part takes no attention_mask, cache, states or mixer of your own: leave them "
-                    "out, or run whole sequences"
-                )
-            use_cache = False
-            if checkpointing:
-                context_part = context_part.remembering()
+        checkpointing = self.training and self.layers[0].gradient_checkpointing
         if use_cache is None:
-            passes = self.training or states is not None or cu_seqlens is not None
-            use_cache = self.config.use_cache and not passes
-        cache = cache_for(past_key_values, self.config, use_cache and not checkpointing, hidden.device)
-        if cache is not None and cu_seqlens is not None:
-            raise ValueError(
-                "packed documents cannot continue from a cache or fill one: use_cache must be off"
-            )
+            use_cache = self.config.use_cache and not self.training and states is None and cu_seqlens is None
+        use_cache = use_cache and self.supports_cache and not checkpointing and context_part is None
+        self._check_inputs(
+            past_key_values, use_cache, checkpointing, cu_seqlens, padding, context_part, states
+        )
+        if context_part is not None and checkpointing:
+            context_part = context_part.remembering()
+        cache = cache_for(past_key_values, self.config, use_cache, hidden.device)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
@@ -274,7 +237,12 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         wanted = _indices(output_hidden_states, 1 + len(self.layers))
         longest = packing.get("max_length_q")
         context = SequenceContext.build(
-            *(self.config, hidden, attention_mask, cu_seqlens, cache, attentions),
+            self.config,
+            hidden,
+            attention_mask,
+            cu_seqlens,
+            cache,
+            attentions,
             longest=longest if isinstance(longest, int) else None,
             part=context_part,
             states=states,
@@ -298,9 +266,35 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             attentions=None if attentions is None else tuple(attentions),
         )
 
+    def _check_inputs(
+        self,
+        cache: Cache | None,
+        use_cache: bool,
+        checkpointing: bool,
+        cu_seqlens: Tensor | None,
+        padding: Tensor | None,
+        part: ContextPart | None,
+        states: CarriedStates | None,
+    ) -> None:
+        """Raise `ValueError` for combinations that would give wrong results."""
+        caching = cache is not None or use_cache
+        conflicts = {
+            "past_key_values: gradient checkpointing would update it twice": checkpointing
+            and cache is not None,
+            f"past_key_values: {self.config.mixer} keeps no states": cache is not None
+            and not self.supports_cache,
+            "a cache with packed documents: set use_cache=False": caching and cu_seqlens is not None,
+            "initial states with a cache, or with a mixer that has none": states is not None
+            and (caching or not self.supports_cache),
+            "context_part with attention_mask, cache, states or a custom mixer": part is not None
+            and (caching or padding is not None or states is not None or self.config.mixer is not None),
+        }
+        if errors := [error for error, conflict in conflicts.items() if conflict]:
+            raise ValueError(f"not supported: {'; '.join(errors)}")
+
 
 def _indices(chosen: bool | int | list[int], count: int) -> set[int]:
-    """Which of `count` hidden states are asked for; True: all, negative indices count from the end."""
+    """Return the requested indices of `count` hidden states; True: all, negative ones count from the end."""
     if isinstance(chosen, bool):
         return set(range(count)) if chosen else set()
     chosen = [chosen] if isinstance(chosen, int) else chosen
@@ -308,10 +302,10 @@ def _indices(chosen: bool | int | list[int], count: int) -> set[int]:
 
 
 class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
-    """The language model: backbone and linear head, tied to the embedding if the config says so."""
+    """Language model of backbone and linear head, which the config can tie to the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012  transformers wants a dict
-    accepts_loss_kwargs = True  # Trainer hands over `num_items_in_batch`
+    accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
 
     def __init__(self, config: DeltaProductConfig) -> None:
         super().__init__(config)
@@ -339,27 +333,28 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         """Logits, the loss of `labels`, or both, for T new tokens; see `DeltaProductModel` for the rest.
 
         Args:
-            labels: [B, T], aligned with `input_ids` and shifted inside; -100 where there is no target. With
-                packed documents the labels of their first tokens should be -100, else a document predicts the
-                next one.
-            logits_to_keep: which positions get logits: the last n (0: all), or an index tensor. Default: all,
-                but none with labels in training mode (which never makes the [B, T, vocabulary] logits).
-            num_items_in_batch: what the summed loss is divided by: the number of targets of the *global*
-                batch (over the ranks, where gradients are averaged), so that gradients summed over
-                micro-batches are exact. Default: the number of targets in `labels`. 0 counts as 1.
-            others: `shift_labels` [B, T], the target of each position, in place of `labels` where a caller
-                has shifted them already (Trainer would require of every batch what the signature calls
-                labels); and `context_part` and `packing` of the backbone.
+            labels: [B, T], aligned with `input_ids` and shifted inside; -100 where there is no target. The
+                labels of the first tokens of packed documents should be -100; otherwise each document
+                predicts the next one.
+            logits_to_keep: positions with logits: the last n (0: all), or an index tensor. Default: all, but
+                none with labels in training mode, where [B, T, vocabulary] logits are never made.
+            num_items_in_batch: divisor of the summed loss: the number of targets of the *global* batch (over
+                the ranks, if gradients are averaged), so that gradients summed over micro-batches are exact.
+                Default: the number of targets in `labels`. 0 counts as 1.
+            others: `shift_labels` [B, T], the target of each position, replaces `labels` (an explicit
+            argument
+                would make Trainer require it of every batch); `context_part`, `states` and `packing` of the
+                backbone.
 
         Returns:
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
-            `hidden_states` and `attentions` if asked for.
+            `hidden_states` and `attentions` if requested.
         """
-        others.pop("tokenizer", None)  # `generate(tokenizer=...)` hands it on to the model
+        others.pop("tokenizer", None)  # `generate(tokenizer=...)` passes it to the model
         shift_labels = others.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             if others.get("context_part") is not None:
-                raise ValueError("the label of a part's last token is in the next part: give shift_labels")
+                raise ValueError("the label of a part's last token is in the next part: pass shift_labels")
             shift_labels = next_tokens(labels)
         if use_cache is None and shift_labels is not None:
             use_cache = False
@@ -383,7 +378,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             tokens, targets = hidden.flatten(0, 1), shift_labels.flatten()
             if is_plain(self.lm_head):
                 total = linear_cross_entropy(tokens, self.lm_head.weight, targets)
-            else:  # it must be called: offloaded, adapted or hooked
+            else:  # offloaded, adapted or hooked weights exist only during a call
                 total = losses_of_logits(self.lm_head(tokens), targets).sum()
             loss = total / target_count(shift_labels, num_items_in_batch)
         if shift_labels is None or not self.training or logits_to_keep is not None:
@@ -408,9 +403,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         context_part: ContextPart | None = None,
     ) -> Tensor:
-        """For evaluation: -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1].
+        """Return -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t for evaluation, fp32 [B, T -
+        1].
 
-        With `shift_labels` [B, T] those of the tokens that it names, [B, T], and 0 where it is -100.
+        With `shift_labels` [B, T], return the losses of these targets, [B, T], and 0 where it is -100.
         """
         outputs = self.model(
             input_ids,
@@ -420,8 +416,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             context_part=context_part,
             return_dict=True,
         )
-        given = next_tokens(input_ids) if shift_labels is None else shift_labels
-        tokens, targets = outputs.last_hidden_state.flatten(0, 1), given.flatten()
+        labels = next_tokens(input_ids) if shift_labels is None else shift_labels
+        tokens, targets = outputs.last_hidden_state.flatten(0, 1), labels.flatten()
         if is_plain(self.lm_head):
             losses = token_losses(tokens, self.lm_head.weight, targets)
         else:
@@ -432,13 +428,13 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object
     ) -> None:
-        """Check the cache of `generate` and let it count tokens before `generate` asks for the count."""
+        """Check the cache of `generate` and make it count tokens before `generate` reads the count."""
         if not self.model.supports_cache:
-            logger.warning_once(f"{self.config.mixer} keeps no states: each new token is a pass over all")
+            logger.warning_once(f"{self.config.mixer} keeps no states: each new token reads all tokens again")
             generation_config.use_cache = model_kwargs["use_cache"] = False
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)
-        # Offloaded embeddings are on the meta device; a count on the CPU works with tensors on any device.
+        # Offloaded embeddings are on the meta device. A count on the CPU works with tensors on any device.
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         cache_for(model_kwargs.get(CACHE_NAME), self.config, False, device)
 
@@ -450,9 +446,9 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         *rest: object,
         **options: object,
     ) -> CausalLMOutputWithPast:
-        """As transformers'; a long prompt in chunks, unless outputs of all its positions are asked for.
+        """Read a long prompt in chunks, unless outputs of all its positions are requested.
 
-        transformers' own chunks (5.17) would read again what a cache has seen. Embeddings are read at once.
+        transformers' chunks (5.17) would read the tokens in a cache again. Embeddings are read at once.
         """
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
@@ -461,15 +457,16 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             generation_config.prefill_chunk_size = None
             tokens = input_ids.shape[1] if model_kwargs.get("inputs_embeds") is None else 0
             known = getattr(generation_config, "_mask_length", tokens) if mask is None else mask.shape[1]
-            begin = int(cache.get_seq_length()) if known == tokens else 0  # else they are the new ones only
+            # `input_ids` are either all tokens or only the new ones.
+            begin = int(cache.get_seq_length()) if known == tokens else 0
             if 0 < tokens <= begin:
                 raise ValueError(
-                    f"past_key_values has seen {begin} tokens, all of the prompt's {tokens}, and a recurrent "
-                    "state can't be stepped back: let the cache read the prompt without its last token"
+                    f"past_key_values contains all {tokens} tokens of the prompt, and a recurrent state "
+                    "cannot step back: fill the cache without the last token"
                 )
             while tokens - begin > chunk:
-                part, seen = input_ids[:, begin : begin + chunk], known - tokens + begin + chunk
-                self.model(part, None if mask is None else mask[:, :seen], past_key_values=cache)
+                ids, seen = input_ids[:, begin : begin + chunk], known - tokens + begin + chunk
+                self.model(ids, None if mask is None else mask[:, :seen], past_key_values=cache)
                 begin += chunk
             input_ids = input_ids[:, begin:] if begin < tokens else input_ids
         return super()._prefill(input_ids, generation_config, model_kwargs, *rest, **options)
@@ -484,7 +481,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         streamer: BaseStreamer | None = None,
         **model_kwargs: object,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """Greedy search and sampling, by `decoding` where it can."""
+        """Run greedy search or sampling, with `decoding` if it supports the request."""
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if synced_gpus or not takes_loop(self, generation_config, stopping_criteria, model_kwargs):
             return super()._sample(*arguments, synced_gpus, streamer, **model_kwargs)
@@ -502,15 +499,14 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **_: object,
     ) -> Masks:
-        """The masks of a step, made before a compiled forward because the attention mask grows."""
+        """Make the masks of a step before a compiled forward, because the attention mask grows."""
         return masks(config, inputs_embeds, attention_mask, past_key_values if cache is None else cache)
 
 
 class DeltaProductTaskModel(DeltaProductPreTrainedModel):
-    """The backbone below a task head.
+    """Backbone of a task head.
 
-    transformers' mixins would get it from `AutoModel`, which refuses the code of an export: it asks again
-    whether that may run. So each head here makes its layers itself.
+    transformers' mixins would build it with `AutoModel`, which does not trust the code of an export.
     """
 
     def __init__(self, config: DeltaProductConfig) -> None:
@@ -520,7 +516,7 @@ class DeltaProductTaskModel(DeltaProductPreTrainedModel):
 
 
 class DeltaProductForSequenceClassification(GenericForSequenceClassification, DeltaProductTaskModel):
-    """The backbone and a linear layer on the last token that is not padding."""
+    """Backbone and a linear layer on the last token that is not padding."""
 
     def __init__(self, config: DeltaProductConfig) -> None:
         DeltaProductTaskModel.__init__(self, config)
@@ -529,7 +525,7 @@ class DeltaProductForSequenceClassification(GenericForSequenceClassification, De
 
 
 class DeltaProductForTokenClassification(GenericForTokenClassification, DeltaProductTaskModel):
-    """The backbone, dropout (`config.classifier_dropout`, default 0.1) and a linear layer on every token."""
+    """Backbone, dropout (`config.classifier_dropout`, default 0.1) and a linear layer on every token."""
 
     def __init__(self, config: DeltaProductConfig) -> None:
         DeltaProductTaskModel.__init__(self, config)
@@ -540,9 +536,9 @@ class DeltaProductForTokenClassification(GenericForTokenClassification, DeltaPro
 
 
 class DeltaProductForQuestionAnswering(GenericForQuestionAnswering, DeltaProductTaskModel):
-    """The backbone and start and end logits of a span for every token."""
+    """Backbone and start and end logits of a span for every token."""
 
-    # The mixin has its own, for backbones whose embedding is called embed_tokens.
+    # The mixin's methods expect an embedding named embed_tokens.
     get_input_embeddings = PreTrainedModel.get_input_embeddings
     set_input_embeddings = PreTrainedModel.set_input_embeddings
 

@@ -1,4 +1,4 @@
-"""Which keys each token may attend to, kept as positions and document numbers; masks are made in parts."""
+"""Visible keys of each token, stored as positions and document numbers from which parts of masks are made."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PADDING = -1  # in place of a document's number
+PADDING = -1  # replaces a document number
 
 
 class MovableTensors:
-    """Base of dataclasses that hold tensors, or others of these, also in dicts."""
+    """Base of dataclasses that contain tensors or other instances, possibly in dicts."""
 
     def to(self, device: torch.device | str | int) -> "MovableTensors":
-        """The same on `device`; accelerate calls it where a `device_map` spreads the layers."""
+        """Move all tensors to `device`. accelerate calls this if a `device_map` spreads the layers."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, dict):
@@ -26,27 +26,27 @@ class MovableTensors:
 
 @dataclass(frozen=True)
 class VisibleKeys(MovableTensors):
-    """The keys that T new tokens may attend to in all attention layers of one kind, S keys with the new ones.
+    """Keys visible to T new tokens in all attention layers of one type; S keys include the new tokens.
 
-    A token sees the tokens of its own document up to itself, within the window. A padding token is seen by
-    itself only, so that no row of a softmax is empty. The whole [T, S] mask would grow with the square of the
-    length; from these vectors `mask` makes any part of it.
+    A token sees earlier tokens of the same document and itself, within the window. A padding token is visible
+    only to itself, so that no row of a softmax is empty. The whole [T, S] mask would grow with the square of
+    the length, so `mask` makes parts of it from these vectors.
     """
 
     queries: Tensor  # [T] positions in the stream
     keys: Tensor  # [S]
-    window: int | None = None  # how many tokens a token sees, itself included
-    query_documents: Tensor | None = None  # [1, T] numbers of documents; None: one in each row
+    window: int | None = None  # number of visible tokens, including the token itself
+    query_documents: Tensor | None = None  # [1, T] document numbers; None: one document per row
     key_documents: Tensor | None = None  # [B or 1, S], or PADDING
     cu_seqlens: Tensor | None = None  # int32 bounds of all documents, row after row; None: padding or a cache
-    key_cu_seqlens: Tensor | None = None  # those of their keys, which may begin before the queries
-    longest: int | None = None  # what no document of `cu_seqlens` is longer than; None: a row
-    first: int | None = None  # index of the first query's own key; None: known on the device only
-    starts: list[int] | None = None  # by query, the first key of its document; None: not known on the host
+    key_cu_seqlens: Tensor | None = None  # bounds of their keys, which may begin before the queries
+    longest: int | None = None  # upper bound of the document lengths; None: the row length
+    first: int | None = None  # index of the first query's key; None: known only on the device
+    starts: list[int] | None = None  # first key of each query's document; None: not known on the host
 
     @property
     def plain(self) -> bool:
-        """Whether a kernel's own causality says it all: no token sees less than all before it."""
+        """Whether each token sees all earlier tokens, so that a causal kernel needs no mask."""
         length, keys = len(self.queries), len(self.keys)
         if self.first is None or self.query_documents is not None or keys != self.first + length:
             return False
@@ -54,11 +54,11 @@ class VisibleKeys(MovableTensors):
 
     @cached_property
     def mask_of_step(self) -> Tensor:
-        """`mask()`, made once for all layers: for one token, where it is small."""
+        """`mask()` of one token, made once for all layers."""
         return self.mask()
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Indices from and to which keys can be visible to the queries from `start` to `stop`."""
+        """Return the range of keys that can be visible to the queries from `start` to `stop`."""
         low, high = 0, len(self.keys)
         if self.first is not None:
             high = min(high, self.first + stop)
@@ -69,8 +69,11 @@ class VisibleKeys(MovableTensors):
         return low, high
 
     def mask(self, queries: slice | None = None, keys: slice | None = None) -> Tensor:
-        """True where a query sees a key, [B or 1, 1, queries, keys]. None: all of them."""
-        queries, keys = queries or slice(None), keys or slice(None)  # torch 2.11 traces no such defaults
+        """Return the mask [B or 1, 1, queries, keys], True where a query sees a key. None: all indices."""
+        queries, keys = (
+            queries or slice(None),
+            keys or slice(None),
+        )  # torch 2.11 cannot trace them as defaults
         query, key = self.queries[queries, None], self.keys[keys]
         visible = key <= query
         if self.window is not None:

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -83,16 +82,6 @@ def test_weights_of_a_state_dict_are_written(model: PreTrainedModel, tmp_path: P
     folder = export_model(model, None, tmp_path / "export", state_dict=masters)
     for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
         assert torch.equal(tensor, masters[name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("model_on", "weights_on"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
-def test_model_and_weights_on_any_device(small_model, tmp_path: Path, model_on: str, weights_on: str) -> None:
-    state = {name: t.clone().to(weights_on) for name, t in small_model.state_dict().items()}
-    small_model.to(model_on)
-    folder = export_model(small_model, None, tmp_path / "export", state_dict=state)
-    for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
-        assert torch.equal(tensor, state[name].cpu()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the model
@@ -180,21 +169,6 @@ def test_a_folder_with_other_files_is_not_replaced(small_model, export: Path, tm
     export_model(small_model, None, export, validate=False)
 
 
-def test_several_chat_templates_are_copied_and_checked(small_model, tokenizer, tmp_path: Path) -> None:
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    template = "additional_chat_templates/tool_use.jinja"
-    for _ in range(2):  # the second one replaces the first
-        export = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
-        copy = copy_export(export, tmp_path / "copy")
-    assert template in json.loads((export / "checksums.json").read_text())["files"]
-    assert AutoTokenizer.from_pretrained(copy).chat_template == tokenizer.chat_template
-    (copy / template).write_text("{{ tolls }}")
-    assert find_export_damage(copy).startswith(template)
-    (copy / template).with_name("notes.txt").write_text("dear")
-    with pytest.raises(ValueError, match="notes"):
-        copy_export(export, copy)
-
-
 def test_copy(export: Path, tmp_path: Path) -> None:
     copy = copy_export(export, tmp_path / "copy")
     assert contents(export) == contents(copy)
@@ -237,16 +211,6 @@ def test_a_full_disk_leaves_no_export(
     with pytest.raises(OSError, match=r"^\S+ could not be written: \[Errno 28\] No space left on device$"):
         copy_export(export, tmp_path / "copy")
     assert list(tmp_path.iterdir()) == [export]
-
-
-def test_file_modes_follow_the_umask(small_model, tokenizer, tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        export = export_model(small_model, tokenizer, tmp_path / "export", validate=False)
-        copy = copy_export(export, tmp_path / "copy")
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(file.stat().st_mode) for file in (*export.iterdir(), *copy.iterdir())} == {0o640}
 
 
 def remove(file: Path) -> None:

@@ -21,7 +21,6 @@ from fla_train.hub.load import (
     trained_length,
 )
 from fla_train.hub.paths import own_name, run_folder
-from fla_train.utils.device import pick_device, pick_dtype
 from tests.refusal import refusal
 
 
@@ -175,12 +174,3 @@ def test_a_missing_weight_is_not_drawn_at_random(export: Path) -> None:
     (export / "checksums.json").unlink()
     with pytest.raises(ValueError, match=r"lacks weights: model\.norm\.weight"):
         load_model(export)
-
-
-def test_device_and_dtype_by_name() -> None:
-    assert pick_device("cpu") == "cpu"
-    assert pick_dtype("bfloat16") == torch.bfloat16 and pick_dtype("auto") is None
-    with pytest.raises(ValueError, match="device=nonsense cannot be used here"):
-        pick_device("nonsense")
-    with pytest.raises(ValueError, match="dtype=int8 must be one of"):
-        pick_dtype("int8")

@@ -11,7 +11,6 @@ import pytest
 
 from fla_train.hub import pushes as module
 from fla_train.hub.pushes import HubConfig, HubPushes
-from fla_train.utils.keys import find_errors
 from tests.fake_hub import TOKEN, running_hub
 
 
@@ -104,14 +103,6 @@ def test_the_end_of_a_run(pushes, statuses: dict, expected: list[int], left: boo
         assert "not on the Hub: step 4, 8" in made.lines[-1] and not (tmp_path / "pushes.jsonl").exists()
 
 
-def test_a_full_disk_is_a_line(pushes, tmp_path: Path) -> None:
-    (tmp_path / "logs").touch()  # no log can be written
-    made = pushes()
-    made.add(4)
-    made.finish(idle)
-    assert "NOT PUSHED" in made.lines[0] and "not on the Hub" in made.lines[-1]
-
-
 @pytest.mark.parametrize(
     ("recorded", "step", "pushed"),
     [
@@ -148,19 +139,6 @@ def test_only_the_last_export(pushes) -> None:
         made.add(12)
         made.finish(idle)
         assert steps(made) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "errors"),
-    [
-        ({"repo_id": "user/tiny", "push_every": 4}, 0),
-        ({"repo_id": "a/b/c"}, 1),
-        ({"push_every": 4}, 1),
-        ({"repo_id": "../x", "push_every": -1, "dtype": "bf16", "timeout": -1.0}, 3),
-    ],
-)
-def test_settings(settings: dict, errors: int) -> None:
-    assert len(list(find_errors(HubConfig(**settings)))) == errors
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import small_config
 
+import fla_train.models.auto  # noqa: F401
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 

@@ -141,10 +141,3 @@ def test_gradients_are_those_of_a_constant_state(build, text: Tensor, variant: s
     for key in start:
         assert torch.equal(start[key], kept[key]) and torch.equal(end[key], after_forward[key])
         assert not end[key].requires_grad and end[key].isfinite().all()
-
-
-def test_states_do_not_go_with_a_cache(build, text: Tensor):
-    model = build("delta_net")
-    states = CarriedStates(zeros(model), zeros(model), 2)
-    with pytest.raises(ValueError, match="cache"):
-        model(text, states=states, use_cache=True)

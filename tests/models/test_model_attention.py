@@ -1,21 +1,17 @@
 """Attention layers against a dense mask in fp64 and transformers' Llama and Mistral; memory and FLOPs."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-from small_models import CountCalls, cache_bytes, small_config
+from small_models import CountCalls, small_config
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
-from fla_train.models.flops import flops_per_token
 from fla_train.models.mixers import attention as module
 from fla_train.models.mixers.attention import attention
 from fla_train.models.modeling import DeltaProductForCausalLM
@@ -105,52 +101,6 @@ def test_equals_a_dense_mask(monkeypatch, kind, layout, kv_heads, block):
     check(kind, layout, kv_heads)
 
 
-@pytest.fixture
-def flash_on_cpu(monkeypatch) -> Iterator[list[dict]]:
-    """torch's FlashAttention operator, which has no CPU version, as its documentation has it; its calls."""
-    calls = []
-
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
-        assert dropout_p == 0 and cu_q.dtype == cu_k.dtype == torch.int32 and max_q == max_k
-        assert cu_q.diff().max() <= max_q and cu_q[-1] == len(q)
-        before, after = (options.get(f"window_size_{side}") for side in ("left", "right"))
-        assert is_causal or after == 0
-        calls.append({"longest": max_q})
-        position = torch.arange(len(q))
-        document = torch.searchsorted(cu_q[1:], position, right=True)
-        distance = position[:, None] - position
-        visible = (document[:, None] == document) & (distance >= 0)
-        if not is_causal:
-            visible &= distance <= before
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
-        o = torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-        return o, *(q.new_empty(0) for _ in range(4))
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "AutogradCPU")
-    monkeypatch.setattr(module, "flash_takes", lambda q: True)
-    yield calls
-    library._destroy()
-
-
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@every_layout
-@every_kind
-def test_what_the_kernel_of_a_gpu_is_given(flash_on_cpu, kind, layout, kv_heads):
-    check(kind, layout, kv_heads)
-    assert len(flash_on_cpu) == (layout == "packed" or (layout, kind) == ("plain", "sliding_attention"))
-
-
-@torch.no_grad()
-def test_a_bound_of_the_documents_lengths_reaches_the_kernel(flash_on_cpu):
-    model = DeltaProductForCausalLM(config_of("full_attention")).eval()
-    tokens, layout = torch.randint(31, (1, LENGTH)), layout_of("packed", LENGTH)
-    model(tokens, **layout)
-    model(tokens, **layout, max_length_q=30)
-    assert flash_on_cpu == [{"longest": LENGTH}, {"longest": 30}]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -218,16 +168,6 @@ def test_logits_are_those_of_transformers(kind, config_class, model_class):
     torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-@every_kind
-@torch.no_grad()
-def test_padding_is_seen_by_itself_only(kind):
-    """More of it changes no token's logits, not even those of padding."""
-    model = DeltaProductForCausalLM(config_of("linear_attention", kind, initializer_range=0.5)).eval()
-    tokens, mask = torch.randint(1, 31, (2, 20)), torch.ones(2, 20).tril(12)
-    more = [F.pad(x, (7, 0)) for x in (tokens, mask)]
-    torch.testing.assert_close(model(*more).logits[:, 7:], model(tokens, mask).logits, rtol=1e-4, atol=1e-4)
-
-
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that any operation returns."""
 
@@ -258,51 +198,3 @@ def test_no_mask_of_all_pairs_is_made(monkeypatch, layout):
         if layout != "packed":
             model.eval().generate(tokens, **inputs, max_new_tokens=2, pad_token_id=0)
     assert largest.elements < length**2 / 2
-
-
-@torch.no_grad()
-def test_generation_with_windows_keeps_the_last_tokens_only():
-    model = DeltaProductForCausalLM(config_of("linear_attention", "sliding_attention")).eval()
-    tokens = torch.randint(1, 31, (2, 40))
-    settings = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    sizes = [
-        cache_bytes(model.generate(tokens, max_new_tokens=steps, **settings).past_key_values)
-        for steps in (2, 20)
-    ]
-    assert sizes[0] == sizes[1]
-
-
-@every_kind
-@torch.no_grad()
-def test_flops_are_those_that_torch_counts(monkeypatch, kind):
-    """A block of one query has exactly the keys that it sees; a backward pass costs twice a forward one."""
-    monkeypatch.setattr(module, "BLOCK", 1)
-    model, length = DeltaProductForCausalLM(config_of(kind, "full_attention")).eval(), 24
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-    def count(q, k, v, *_, out_shape=None, **__):
-        return sdpa_flop(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))  # torch 2.11 counts no grouped heads
-
-    inputs = {"attention_mask": torch.ones(1, length)}
-    inputs["attention_mask"][0, 0] = 0  # plain causality would be one call, counted as if nothing were masked
-    with FlopCounterMode(display=False, custom_mapping={operator: count}) as counter:
-        model(torch.randint(31, (1, length)), use_cache=False, **inputs)
-    assert 3 * counter.get_total_flops() == pytest.approx(length * flops_per_token(model.config, length))
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-@pytest.mark.parametrize("layer_types", [["full_attention"], ["linear_attention", "sliding_attention"]])
-def test_gradients_by_checkpointing_in_blocks_of_a_checkpointed_model(monkeypatch, layer_types):
-    monkeypatch.setattr(module, "BLOCK", 4)
-    torch.manual_seed(0)
-    model = DeltaProductForCausalLM(config_of(*layer_types)).train()
-    tokens = torch.randint(1, 31, (1, LENGTH))
-    gradients = []
-    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
-        if options is not None:
-            model.gradient_checkpointing_enable(options)
-        model.zero_grad()
-        model(tokens, labels=tokens, **layout_of("packed", LENGTH)).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    for found in gradients[1:]:
-        torch.testing.assert_close(found, gradients[0])

@@ -40,9 +40,7 @@ def compare(
     [
         ("gated_delta_product", "triton", False, False, False),
         ("gated_delta_product", "chunk", False, True, False),
-        ("delta_net", "chunk", False, False, True),
-        ("hybrid", "chunk", True, False, False),
-        ("transformer", "chunk", False, False, True),
+        ("hybrid", "chunk", True, False, True),
     ],
 )
 def test_one_graph_with_the_gradients_of_the_eager_model(

@@ -35,8 +35,7 @@ def losses_and_gradients(monkeypatch, config, autocast: bool, checkpointing: boo
 @pytest.mark.parametrize(
     ("variant", "packed", "autocast", "checkpointing"),
     [
-        ("gated_delta_product", False, False, False),
-        ("delta_net", True, False, False),
+        ("gated_delta_product", True, False, False),
         ("hybrid", False, False, True),
         ("gated_delta_product", False, True, False),
     ],

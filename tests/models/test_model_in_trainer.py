@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from small_models import small_config
 from transformers import ByT5Tokenizer, EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
-
-from fla_train.models.modeling import DeltaProductForSequenceClassification
 
 SIZE = 16
 
@@ -106,22 +103,6 @@ def test_smoothed_labels_are_shifted(build: Callable, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
-def test_a_task_head_in_the_trainer(tmp_path: Path) -> None:
-    """Two accumulated rows make the step of both at once."""
-    rows = [{"input_ids": row(SIZE)["input_ids"].roll(i), "labels": i} for i in range(2)]
-    found = []
-    for size in (2, 1):
-        torch.manual_seed(0)
-        model = DeltaProductForSequenceClassification(small_config(pad_token_id=0, num_labels=2))
-        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size}
-        trainer = Trainer(model, TrainingArguments(**training(tmp_path, **sizes)), train_dataset=rows)
-        before = flat(model)
-        trainer.train()
-        found.append(flat(model) - before)
-    assert found[0].abs().max() > 1e-3
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj", "o_proj"], ["down_proj", "lm_head"]])
 def test_lora_of_peft_trains_adapters_only(
     build: Callable, tokens: torch.Tensor, tmp_path: Path, targets: list[str]
@@ -174,14 +155,3 @@ def test_fine_tuning_by_trl(build: Callable, tokens: torch.Tensor, tmp_path: Pat
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
     assert trainer.state.log_history[0]["num_tokens"] == 26
-
-
-def test_trl_loads_a_model_by_its_folder(build: Callable, tmp_path: Path) -> None:
-    """As `SFTTrainer("folder")` does, and `DPOTrainer(model)` for its reference."""
-    utils = pytest.importorskip("trl.trainer.utils")
-    model = build()
-    model.save_pretrained(tmp_path)
-    loaded = utils.create_model_from_path(str(tmp_path))
-    assert type(loaded) is type(model)
-    loaded.save_pretrained(tmp_path)
-    assert "auto_map" not in (tmp_path / "config.json").read_text()

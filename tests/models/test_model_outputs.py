@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import every_variant, small_config
-from transformers import AutoModelForSequenceClassification, DataCollatorWithFlattening
+from transformers import AutoModelForSequenceClassification, DataCollatorWithFlattening, DynamicCache
 
 from fla_train.models.modeling import DeltaProductForTokenClassification
 
@@ -92,12 +92,11 @@ def test_the_bounds_of_documents_by_every_name(build, documents, variant):
     for given in (
         {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]},
         {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 13, "max_length_k": 13},
-        {"seq_idx": torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS))[None]},
     ):
         torch.testing.assert_close(model(row, **given).logits[0], expected, **EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}])
 def test_a_batch_of_the_flattening_collator(build, documents, options):
     """The loss of a row of documents is that of the documents one by one."""
     model = build().train()
@@ -106,73 +105,32 @@ def test_a_batch_of_the_flattening_collator(build, documents, options):
     torch.testing.assert_close(model(**batch).loss, expected, **EXACT)
 
 
-@torch.no_grad()
-def test_positions_of_whole_rows_change_nothing(build, tokens):
-    model, mask = build("hybrid"), torch.ones_like(tokens)
-    mask[0, :6] = mask[1, 12:] = 0
-    expected = model(tokens, attention_mask=mask).logits
-    for positions in ((mask.cumsum(1) - 1).clamp(min=0), torch.arange(7, 26)[None]):
-        assert torch.equal(model(tokens, attention_mask=mask, position_ids=positions).logits, expected)
-    cache = model(tokens[:, :10], use_cache=True).past_key_values
-    rest = model(tokens[:, 10:], past_key_values=cache, position_ids=torch.arange(10, 19)[None]).logits
-    torch.testing.assert_close(rest, model(tokens).logits[:, 10:], **EXACT)
-
-
-def test_what_cannot_be_honoured_is_refused(build, tokens):
-    model = build().train()
-    packed = torch.cat([torch.arange(10), torch.arange(9)])
-    bounds = torch.tensor([0, 10, 19])
-    cache = model(tokens[:1], use_cache=True).past_key_values
-    for message, rows, given in (
-        ("count up by one", 1, {"position_ids": torch.arange(0, 38, 2)[None]}),
-        ("packed in 3 rows", 3, {"position_ids": packed.expand(3, -1)}),
-        ("must be equal", 1, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1}),
-        ("use_cache must be off", 1, {"position_ids": packed[None], "past_key_values": cache}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(tokens[:rows], **given)
-    with pytest.raises(TypeError, match="token_type_ids"):
-        model(tokens, token_type_ids=torch.zeros_like(tokens))
-    with pytest.raises(ValueError, match=r"no tokens"):
-        model(tokens[:0])
-
-
-@pytest.mark.parametrize("variant", ["delta_net", "attention_only"])
 @pytest.mark.parametrize(
-    "given",
+    ("arguments", "error"),
     [
-        *({"cu_seqlens": torch.tensor(x)} for x in ([0, 18], [5, 19], [0, 9, 4, 19], [0, 20], [[0, 19]])),
-        {"cu_seqlens": torch.tensor([0.0, 9.5, 19.0])},
-        {"cu_seqlens": [0, 19]},
-        *({"position_ids": torch.arange(n)[None]} for n in (7, 1, 40)),
-        {"seq_idx": torch.tensor([[0, 0, 1, 1]])},
+        ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "position_ids"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, "3 rows"),
+        ({"position_ids": torch.arange(3)[None]}, "position_ids"),
+        ({"cu_seqlens": torch.tensor([0, 2, 5])}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 2, 4]), "use_cache": True}, "cache with packed documents"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
+        ({"input_ids": None}, "input_ids or inputs_embeds"),
     ],
-    ids=str,
 )
-def test_bounds_of_other_rows_are_refused(build, tokens, variant, given):
-    """Also where no layer is recurrent: attention would read what the bounds leave out as a document."""
-    settings = {"layer_types": ["full_attention"] * 2} if variant == "attention_only" else {}
-    model = build(**settings)
-    with pytest.raises(ValueError, match=r"cu_seqlens|position_ids|seq_idx"):
-        model(tokens[:1], **given)
+@pytest.mark.parametrize("variant", ["delta_net", "hybrid"])
+def test_arguments_that_would_give_wrong_results(build, arguments, error, variant):
+    rows = 3 if error == "3 rows" else 1
+    with pytest.raises(ValueError, match=error):
+        build(variant)(**({"input_ids": torch.ones(rows, 4, dtype=torch.long)} | arguments))
 
 
-def test_shapes_without_values(build, tokens):
-    """On the meta device, as for counting FLOPs."""
-    model = build().to("meta")
-    logits = model(tokens.to("meta")).logits
-    assert logits.is_meta and logits.shape == (*tokens.shape, model.config.vocab_size)
-    logits.sum().backward()
-    assert all(p.grad.shape == p.shape for p in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-def test_gradient_checkpointing_refuses_a_cache(build, tokens):
+def test_unknown_arguments_and_conflicts_with_a_cache(build, tokens):
     model = build().train()
-    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(TypeError, match="seq_idx"):
+        model(tokens, seq_idx=torch.zeros_like(tokens))
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing"):
-        model(tokens, past_key_values=cache)
+        model(tokens, past_key_values=DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["fused", "hooked head"])

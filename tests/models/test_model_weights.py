@@ -1,18 +1,13 @@
 """Names, initialisation, saving and loading of the weights."""
 
-import copy
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from small_models import every_variant, small_config
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-import fla_train.models.auto
-from fla_train.models.configuration import config_fields
-from fla_train.models.modeling import DeltaProductForCausalLM, DeltaProductModel
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 
 def test_state_dict_is_the_layout_of_flash_linear_attention():
@@ -66,25 +61,6 @@ def test_save_and_load_keep_every_parameter(tmp_path, build, tokens, variant, ti
         torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits)
 
 
-def test_config_survives_saving_but_the_backend_stays_behind(tmp_path):
-    config = small_config("hybrid", eos_token_id=2)
-    config.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert loaded.backend == "auto" and config.backend == "recurrent"
-    loaded.backend = "recurrent"
-    for name in config_fields():
-        assert getattr(loaded, name) == getattr(config, name), name
-
-
-def test_auto_model_loads_the_backbone(tmp_path, build):
-    model = build().float()
-    model.save_pretrained(tmp_path)
-    backbone = AutoModel.from_pretrained(tmp_path)
-    assert type(backbone) is DeltaProductModel
-    for name, parameter in backbone.named_parameters():
-        assert torch.equal(parameter, model.model.get_parameter(name)), name
-
-
 def test_loading_in_bf16_keeps_the_gate_parameters_in_fp32(tmp_path, build, tokens):
     build().float().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -115,11 +91,6 @@ def assert_initialised(model: DeltaProductForCausalLM) -> None:
     log_dt = dt.log()  # U(log 1e-3, log 1e-1)
     assert math.log(1e-3) - 1e-3 <= log_dt.min() and log_dt.max() <= math.log(1e-1) + 1e-3
     assert -5.1 < log_dt.mean() < -4.1
-
-
-def test_fresh_parameters_follow_the_stated_distributions():
-    torch.manual_seed(0)
-    assert_initialised(DeltaProductForCausalLM(wide_config()))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -174,24 +145,3 @@ def test_loading_does_not_draw_again(tmp_path):
     model.save_pretrained(tmp_path)
     for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters():
         assert (parameter == 7.25).all(), name
-
-
-def test_two_models_with_one_seed_are_equal(build):
-    first, second = build(), build()
-    assert all(map(torch.equal, first.parameters(), second.parameters()))
-    assert copy.deepcopy(first).config.to_dict() == first.config.to_dict()
-
-
-def test_the_models_load_without_the_trainer():
-    """What serves a model should not pay for Hydra, data sets or DeepSpeed, nor for Triton's kernels."""
-    ours = ("cli", "configs", "data", "eval", "hub", "training", "kernels.delta_product.triton.chunk")
-    heavy = {"hydra", "omegaconf", "datasets", "deepspeed", "lm_eval", "matplotlib", "wandb"}
-    program = "import sys, fla_train.models.auto; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert not loaded & (heavy | {f"fla_train.{name}" for name in ours})
-    assert "fla_train.kernels.delta_product.interface" in loaded
-
-
-def test_importing_the_package_registers_the_auto_classes():
-    assert AutoConfig.for_model("delta_product").__class__ is fla_train.models.DeltaProductConfig

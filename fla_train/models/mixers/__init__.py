@@ -1,4 +1,4 @@
-"""Token mixers: the DeltaProduct recurrence and softmax attention, both from [B, T, D] to [B, T, D]."""
+"""Token mixers from [B, T, D] to [B, T, D]: the DeltaProduct recurrence and softmax attention."""
 
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.models.mixers.interface import Mixer

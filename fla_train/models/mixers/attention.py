@@ -1,4 +1,4 @@
-"""Softmax attention: grouped queries, rotary positions or none, causal, over all tokens or a window."""
+"""Causal softmax attention over all tokens or a window, with grouped queries and rotary positions."""
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,15 @@ from fla_train.models.context import SequenceContext
 from fla_train.models.layers import RMSNorm, project
 from fla_train.models.visible_keys import VisibleKeys
 
-BLOCK = 256  # queries, and keys, of a part of `attention_in_blocks`
+BLOCK = 256  # queries and keys per block of `attention_in_blocks`
 HALF = (torch.bfloat16, torch.float16)
 
 
 class Attention(nn.Module):
-    """Causal softmax attention over [B, T, hidden_size], of one kind of `config.layer_types`.
+    """Causal softmax attention over [B, T, hidden_size], of one type of `config.layer_types`.
 
-    `attn_implementation` "sdpa" (the default) takes torch's kernels, "eager" writes attention out; a call
-    that asks for the weights is "eager" too.
+    `attn_implementation` "sdpa" (the default) uses torch's kernels. "eager" computes the weights, as does any
+    call that requests them.
     """
 
     def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
@@ -64,11 +64,11 @@ class Attention(nn.Module):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the visible keys, without a mask of [T, S] anywhere.
+    """Compute softmax(q k^T / sqrt(D)) v over the visible keys, without a [T, S] mask.
 
-    Plain causality is left to torch's scaled_dot_product_attention. Windows and packed documents run in its
-    FlashAttention kernel for sequences of unequal lengths on a GPU, one token on a padded or static cache in
-    a kernel of ours; anything else runs block by block. All take time linear in T for a window.
+    Plain causality runs in torch's scaled_dot_product_attention. On a GPU windows and packed documents run in
+    its FlashAttention kernel for sequences of unequal lengths, and one token on a padded or static cache in
+    `attention_step`. Everything else runs block by block. For a window, time is linear in T.
 
     Args:
         q: [B, H, T, D]; k, v: [B, H_kv, S, D].
@@ -79,7 +79,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
     if visible.plain:
         return _sdpa(q, k, v, is_causal=q.shape[2] > 1)
     if q.shape[2] == 1 and not torch.is_grad_enabled() and resolve_backend("auto", q) == "triton":
-        compiling = torch.compiler.is_compiling()  # which makes it once, but cannot trace cached properties
+        compiling = torch.compiler.is_compiling()  # makes the mask once, but cannot trace cached properties
         return attention_step(q, k, v, visible.mask() if compiling else visible.mask_of_step)
     if visible.cu_seqlens is not None and flash_takes(q):
         return _flash(q, k, v, visible)
@@ -87,9 +87,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
 
 
 def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
-    """`attention` by blocks of queries, each on the blocks of keys that it can see; runs on any device.
+    """Compute `attention` by blocks of queries, each on its visible blocks of keys, on any device.
 
-    The backward pass runs a block's forward pass again, which keeps no masks.
+    The backward pass recomputes each block, so no masks are kept.
     """
     k_blocks, v_blocks = k.split(BLOCK, dim=2), v.split(BLOCK, dim=2)
     outputs = []
@@ -97,7 +97,7 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -
         queries = slice(start, start + q_block.shape[2])
         low, high = visible.key_range(queries.start, queries.stop)
         if torch.is_grad_enabled():
-            # Whole blocks, which several queries share: the gradient of a slice would have the size of k.
+            # Several queries share whole blocks, because the gradient of a slice would have the size of k.
             first, last = low // BLOCK, (high - 1) // BLOCK + 1
             pieces = (q_block, *k_blocks[first:last], *v_blocks[first:last])
             options = {"visible": visible, "queries": queries, "keys": slice(first * BLOCK, last * BLOCK)}
@@ -110,16 +110,16 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -
 
 
 def _attend(q: Tensor, *kv: Tensor, visible: VisibleKeys, queries: slice, keys: slice) -> Tensor:
-    """A block of queries on keys and values, which come in as many pieces each."""
+    """Attend with a block of queries to keys and values, passed as equally many pieces of each."""
     pieces = kv[: len(kv) // 2], kv[len(kv) // 2 :]
     k, v = (piece[0] if len(piece) == 1 else torch.cat(piece, dim=2) for piece in pieces)
     return _sdpa(q, k, v, visible.mask(queries, keys))
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> tuple[Tensor, Tensor]:
-    """Outputs [B, H, T, D] and softmax weights [B, H, T, S], arguments as `attention` takes them.
+    """Return outputs [B, H, T, D] and softmax weights [B, H, T, S], with the softmax in fp32.
 
-    The softmax is taken in fp32.
+    Arguments are those of `attention`.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -129,7 +129,7 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> tu
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """torch's attention; on a GPU only its kernels for half precision without a mask take grouped heads."""
+    """Call torch's attention. On a GPU only half-precision kernels without a mask support grouped heads."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and (mask is not None or q.dtype not in HALF):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -142,21 +142,24 @@ def flash_takes(q: Tensor) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
-    """`attention` over documents that lie row after row in one line, without waiting for their lengths.
+    """Compute `attention` over the documents of all rows, without synchronizing to get their lengths.
 
-    A document's last query sees its last key, also where its keys begin before its queries.
+    A document's last query sees its last key, even if its keys begin before its queries.
 
-    torch.nn.attention.varlen calls the same operator, and handles grouped heads otherwise from release to
-    release. Where the longest document is not known it is taken to be a whole row: programs beyond a
-    document's end stop at once.
+    torch.nn.attention.varlen calls this operator, but its handling of grouped heads differs between releases.
+    If the longest document is not known, the row length is its bound; programs beyond a document's end stop
+    at once.
     """
     batch, _, length, _ = q.shape
     longest = visible.longest or k.shape[2]
-    line = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B T, H, D]
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B T, H, D]
     before = None if visible.window is None else visible.window - 1
     o, *_ = torch.ops.aten._flash_attention_forward(
-        *line,
-        *(visible.cu_seqlens, visible.key_cu_seqlens, min(longest, length), longest),
+        *rows,
+        visible.cu_seqlens,
+        visible.key_cu_seqlens,
+        min(longest, length),
+        longest,
         dropout_p=0.0,
         is_causal=visible.window is None,
         return_debug_mask=False,

@@ -1,7 +1,7 @@
-"""Check that a mixer keeps its contract (docs/mixers.md); `fla-doctor --mixer` prints the results.
+"""Check that a mixer satisfies its contract (docs/mixers.md). `fla-doctor --mixer` prints the results.
 
-Each check computes the same outputs of a small model in two ways. Its result is the largest difference
-between the two, relative to the largest output.
+Each check computes the outputs of a small model in two ways and returns the largest difference relative to
+the largest output.
 """
 
 import copy
@@ -14,13 +14,13 @@ from torch import Tensor
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
-TOLERANCE = 1e-3  # of a result in fp32; a mixer that breaks its contract is off by much more
+TOLERANCE = 1e-3  # in fp32; violations of the contract are much larger
 LENGTHS = (19, 11, 4)  # of three rows, without their padding to the longest
-Pairs = list[tuple[Tensor, Tensor]]  # outputs, and what they must be equal to
+Pairs = list[tuple[Tensor, Tensor]]  # outputs and expected values
 
 
 def small_model(mixer: str, options: dict[str, Any]) -> DeltaProductForCausalLM:
-    """Build a model of a class on the GPU, if there is one, with weights large enough that each matters.
+    """Build a model on the GPU, if available, with weights so large that each affects the outputs.
 
     Raises:
         ValueError: the class can't be used.
@@ -32,7 +32,7 @@ def small_model(mixer: str, options: dict[str, Any]) -> DeltaProductForCausalLM:
 
 
 def contract_checks(model: DeltaProductForCausalLM) -> list[Callable[[], Pairs]]:
-    """Return the checks of a model; the docstring of each says what it shows."""
+    """Return the checks of a model. The docstring of each is its name."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(1, model.config.vocab_size, (3, LENGTHS[0]), generator=generator).to(model.device)
 
@@ -56,7 +56,7 @@ def contract_checks(model: DeltaProductForCausalLM) -> list[Callable[[], Pairs]]
     def documents() -> Pairs:
         """packed documents equal separate ones"""
         pieces = [rows[0, :8], rows[1, :1], rows[2, :13]]
-        bounds = torch.tensor([0, 8, 8, 9, 22]).to(rows)  # an empty document, too
+        bounds = torch.tensor([0, 8, 8, 9, 22]).to(rows)  # includes an empty document
         packed = logits(torch.cat(pieces)[None], cu_seqlens=bounds)[0]
         return [(packed, torch.cat([logits(piece[None])[0] for piece in pieces]))]
 
@@ -65,24 +65,24 @@ def contract_checks(model: DeltaProductForCausalLM) -> list[Callable[[], Pairs]]
         trained = copy.deepcopy(model).float().train()
         with torch.autocast(rows.device.type, dtype=torch.bfloat16):
             loss = trained(rows, labels=rows).loss
-        found = torch.autograd.grad(loss, list(trained.parameters()))
-        return [(grad, grad) for grad in found]  # the difference of two infinities is NaN
+        gradients = torch.autograd.grad(loss, list(trained.parameters()))
+        return [(grad, grad) for grad in gradients]  # the difference of two infinities is NaN
 
     @torch.no_grad()
     def cached_steps() -> Pairs:
         """pieces read with a cache equal one pass"""
-        cache, parts = None, []
-        for part in rows.split([9, 1, 1, 2, 6], dim=1):
-            output = model(part, past_key_values=cache, use_cache=True)
+        cache, outputs = None, []
+        for piece in rows.split([9, 1, 1, 2, 6], dim=1):
+            output = model(piece, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            parts.append(output.logits)
-        return [(torch.cat(parts, dim=1), logits(rows))]
+            outputs.append(output.logits)
+        return [(torch.cat(outputs, dim=1), logits(rows))]
 
     checks = [later_tokens, padding, documents, gradients]
     return [*checks, cached_steps] if model.model.supports_cache else checks
 
 
 def difference(pairs: Pairs) -> float:
-    """Return the largest difference within pairs of tensors, relative to what is expected; NaN if one is."""
+    """Return the largest difference within pairs of tensors, relative to the expected one; may be NaN."""
     errors = [(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in pairs]
     return torch.stack(errors).max().item()

@@ -1,4 +1,4 @@
-"""DeltaProduct mixer of all four models: projections, short convolutions, the operator, output norm."""
+"""DeltaProduct mixer: projections, short convolutions, the operator, output norm."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from fla_train.models.context import SequenceContext
 from fla_train.models.layer_sizes import training_flops
 from fla_train.models.layers import RMSNorm, ShortConvolution, norm_project, project
 
-A_RANGE = (0.0, 16.0)  # A = exp(A_log) is drawn uniformly from here, and
-DT_RANGE = (1e-3, 1e-1)  # the initial time step softplus(dt_bias) log-uniformly from here, both as in Mamba-2
+# As in Mamba-2, A = exp(A_log) is drawn uniformly, and the initial time step softplus(dt_bias) log-uniformly.
+A_RANGE = (0.0, 16.0)
+DT_RANGE = (1e-3, 1e-1)
 
 
 class DeltaProductMixer(nn.Module):
@@ -29,9 +30,9 @@ class DeltaProductMixer(nn.Module):
         g       = -exp(A_log) softplus(W_a x + dt_bias)            with the forget gate
         y       = W_o rmsnorm(delta_product(q, k, v, beta, g))     rmsnorm * silu(W_g x) with the output gate
 
-    Keys and row order are flash-linear-attention's: the rows of `k_proj` are (N, H, K), of `v_proj`
+    Names and row order follow flash-linear-attention: the rows of `k_proj` are (N, H, K), of `v_proj`
     (N, HV, V), of `b_proj` (N, HV), so the operator's layout is a view of each projection. HV =
-    `config.value_heads` is a multiple of H: value heads share the queries and keys of a head.
+    `config.value_heads` is a multiple of H; value heads share the queries and keys of a head.
     """
 
     def __init__(self, config: DeltaProductConfig, layer_index: int = 0) -> None:
@@ -63,10 +64,7 @@ class DeltaProductMixer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Draw the decay's parameters; linear layers and convolutions are drawn by themselves.
-
-        `init.*` skip tensors that a checkpoint has filled.
-        """
+        """Draw the parameters of the decay. `init.*` skip tensors that a checkpoint has filled."""
         if self.config.use_forget_gate:
             empty = torch.empty_like(self.A_log, dtype=torch.float32)
             init.copy_(self.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
@@ -74,7 +72,7 @@ class DeltaProductMixer(nn.Module):
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs to train on a token, forward and backward; the same for any `seq_len`."""
+        """Return the FLOPs to train on a token, forward and backward, for any `seq_len`."""
         return training_flops(self.config)
 
     def forward(
@@ -82,7 +80,8 @@ class DeltaProductMixer(nn.Module):
     ) -> Tensor:
         """Mix x [B, T, hidden_size]; this layer's states in `cache` are updated in place.
 
-        Padding has no effect: its rows enter the convolutions as zeros, and beta = g = 0 keep the state.
+        Padding has no effect, because its inputs to the convolutions are zero and beta = g = 0 keep the
+        state.
         """
         context = context or SequenceContext()
         if context.padding_mask is not None:
@@ -104,19 +103,19 @@ class DeltaProductMixer(nn.Module):
     def operator_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """What the operator takes, here its arguments as they are. A subclass changes the recurrence here.
+        """Return the inputs of the operator, here unchanged. A subclass can change the recurrence here.
 
         Args:
             q: queries [B, T, H, K] before their normalisation; the operator normalises q and k.
-            k: keys [B, T, N, H, K], likewise.
+            k: keys [B, T, N, H, K] before their normalisation.
             v: values [B, T, N, HV, V].
-            beta: step sizes [B, T, N, HV], fp32, 0 at padding; the operator takes 0 to 2.
+            beta: step sizes [B, T, N, HV] from 0 to 2, fp32, 0 at padding.
             g: log decays [B, T, HV] <= 0, fp32; None: no forget gate.
         """
         return q, k, v, beta, g
 
     def gates(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Betas [B, T, N, HV] in [0, beta_max], log decays g [B, T, HV] <= 0 (or None), both fp32."""
+        """Return betas [B, T, N, HV] in [0, beta_max] and log decays g [B, T, HV] <= 0 or None, in fp32."""
         return self._gates(
             self.b_proj(x), self.a_proj(x) if self.config.use_forget_gate else None, padding_mask
         )
@@ -124,7 +123,7 @@ class DeltaProductMixer(nn.Module):
     def _gates(
         self, b: Tensor, a: Tensor | None, padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same from the projections of x."""
+        """Compute beta and g from projected inputs."""
         forget = (None, None, None) if a is None else (a, self.A_log, self.dt_bias)
         beta, g = recurrence_gates(b, *forget, beta_max=self.beta_max)
         beta = beta.unflatten(-1, (self.config.num_householder, self.config.value_heads))
@@ -134,12 +133,13 @@ class DeltaProductMixer(nn.Module):
         return beta, g
 
     def _convolve(self, ys: list[Tensor], context: SequenceContext, cache: Cache | None) -> list[Tensor]:
-        """SiLU of the convolved projections q, k and v [B, T, D].
+        """Apply convolution and SiLU to the projections q, k and v [B, T, D].
 
-        Inputs before them come from the cache or an earlier part; their last inputs go there or to the next.
+        Earlier inputs come from the cache or the previous part; the last inputs go to the cache or the next.
         """
-        if not self.config.use_short_conv:  # empty states: without them the cache takes the layer for not run
-            found = [F.silu(y) for y in ys]
+        if not self.config.use_short_conv:
+            convolved = [F.silu(y) for y in ys]
+            # Without empty states the cache would count the layer as not run.
             last = [y.new_empty(len(y), 0, 0) for y in ys]
         else:
             history, position = self.config.conv_size - 1, context.position_in_document
@@ -148,19 +148,19 @@ class DeltaProductMixer(nn.Module):
                 past = receive_inputs(ys, history, context.part, self.layer_index)
             elif cache is not None:
                 states = cache.layers[self.layer_index].conv_states
-                past = [states[place] for place in range(3)]
+                past = [states[i] for i in range(3)]
             convolutions = (getattr(self, f"{name}_conv1d") for name in "qkv")
             both = [
                 convolution(y, before, position)
                 for convolution, y, before in zip(convolutions, ys, past, strict=True)
             ]
-            found, last = [y for y, _ in both], [state for _, state in both]
+            convolved, last = [y for y, _ in both], [state for _, state in both]
             if context.part is not None:
-                found[-1] = send_inputs(found[-1], last, context.part, self.layer_index)
+                convolved[-1] = send_inputs(convolved[-1], last, context.part, self.layer_index)
         if cache is not None:
-            for place, state in enumerate(last):
-                cache.update_conv_state(state, self.layer_index, state_idx=place)
-        return found
+            for i, state in enumerate(last):
+                cache.update_conv_state(state, self.layer_index, state_idx=i)
+        return convolved
 
     def _recur(
         self,
@@ -172,23 +172,29 @@ class DeltaProductMixer(nn.Module):
         context: SequenceContext,
         cache: Cache | None,
     ) -> Tensor:
-        """The operator over T tokens; the one-token step where one token follows a state."""
+        """Run the operator over T tokens, or its one-token step if one token follows a state."""
         state = None if cache is None else cache.layers[self.layer_index].recurrent_states[0]
         options = {"qk_l2norm": True, "backend": self.config.backend}
         if context.part is not None:
             options |= {"cu_seqlens": context.cu_seqlens, "recompute": self.config.recompute_operator}
-            place = {"part": context.part, "layer": self.layer_index}
-            return context_parallel_delta_product(q, k, v, beta, g, **place, **options)
+            options |= {"part": context.part, "layer": self.layer_index}
+            return context_parallel_delta_product(q, k, v, beta, g, **options)
         if state is not None and q.shape[1] == 1:
             now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
             o, final = delta_product_step(*now, state=state, **options)
             cache.update_recurrent_state(final, self.layer_index)
             return o[:, None]
-        if state is not None and context.first_documents is not None:  # documents inside a row have none
+        if (
+            state is not None and context.first_documents is not None
+        ):  # documents inside a row start from zeros
             rows, state = state, state.new_zeros(len(context.cu_seqlens) - 1, *state.shape[1:])
             state[context.first_documents] = rows
         o, final = delta_product(
-            *(q, k, v, beta, g),
+            q,
+            k,
+            v,
+            beta,
+            g,
             initial_state=state,
             output_final_state=cache is not None,
             cu_seqlens=context.cu_seqlens,

@@ -1,4 +1,4 @@
-"""`Mixer`: what a token mixer must be, for those of this package and for a class of one's own."""
+"""Interface of token mixers, including custom ones."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,13 +15,13 @@ class Mixer(Protocol):
     """A causal `nn.Module` from [B, T, D] to [B, T, D], D = config.hidden_size. docs/mixers.md has examples.
 
     Parameters with the attribute `_no_weight_decay = True`, and vectors, get no weight decay. The model draws
-    every `nn.Linear` and `nn.Embedding` with standard deviation `config.initializer_range`, and leaves other
-    parameters as the constructor made them, unless there is `init_weights`. A checkpoint restores parameters
-    and persistent buffers only, and loading builds the module on the meta device.
+    every `nn.Linear` and `nn.Embedding` with standard deviation `config.initializer_range`. Other parameters
+    keep the values from the constructor, unless the class has `init_weights`. A checkpoint restores only
+    parameters and persistent buffers, and loading builds the module on the meta device.
 
     Optional methods:
-        init_weights(std): draw the other parameters, by functions of `torch.nn.init` only: they skip what a
-            checkpoint has filled.
+        init_weights(std): draw the other parameters, only with functions of `torch.nn.init`, which skip
+            tensors that a checkpoint has filled.
         flops_per_token(seq_len): FLOPs to train on one token, forward and backward, of everything in the
             module. Without it the weights of its linear layers are counted.
     """

@@ -1,4 +1,4 @@
-"""The mixer of each layer by the model's config; import of a class of the user's own, if it is permitted."""
+"""Build the mixer of each layer, and import a custom mixer class if that is permitted."""
 
 import inspect
 
@@ -14,11 +14,11 @@ from fla_train.utils.import_class import import_class
 
 
 class MixerError(ValueError):
-    """The class that `config.mixer` names can't be used; the message is one line."""
+    """The class `config.mixer` can't be used; the message is one line."""
 
 
 def build_mixer(config: DeltaProductConfig, layer: int) -> Mixer:
-    """The mixer of layer `layer`, by `config.layer_types`.
+    """Build the mixer of layer `layer` according to `config.layer_types`.
 
     Raises:
         MixerError: as `linear_mixer`, or its constructor failed.
@@ -32,23 +32,23 @@ def build_mixer(config: DeltaProductConfig, layer: int) -> Mixer:
     try:
         return mixer(config, layer, **options)
     except Exception as error:
-        given = "".join(f", {key}={value!r}" for key, value in options.items())
+        arguments = "".join(f", {key}={value!r}" for key, value in options.items())
         raise MixerError(
-            f"mixer {config.mixer}: {mixer.__name__}(config, {layer}{given}) raised {described(error)}"
+            f"mixer {config.mixer}: {mixer.__name__}(config, {layer}{arguments}) raised {described(error)}"
         ) from error
 
 
 def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
-    """The class of the linear layers, `DeltaProductMixer` unless `config.mixer` names another.
+    """Return the class of the linear layers, `DeltaProductMixer` or the custom class `config.mixer`.
 
     Raises:
-        MixerError: only a file names it, it can't be imported, or it is no mixer.
+        MixerError: only a file names it, it can't be imported, or it does not have the interface.
     """
     if config.mixer is None:
         return DeltaProductMixer
     if not config.mixer_permitted:
         raise MixerError(
-            f"the mixer is the Python class {config.mixer}, which is imported only if you name it, too: give "
+            f"the mixer is the Python class {config.mixer}, which is imported only if you also name it: set "
             f"mixer={config.mixer}, or trust_remote_code=true"
         )
     return _imported(config.mixer)
@@ -60,12 +60,12 @@ def runs_operator(config: DeltaProductConfig) -> bool:
 
 
 def takes_cache(mixer: type[Mixer]) -> bool:
-    """Whether the mixer can continue from states of earlier tokens."""
+    """Return whether the mixer can continue from states of earlier tokens."""
     return "cache" in inspect.signature(mixer.forward).parameters
 
 
 def check_mixer(config: DeltaProductConfig) -> None:
-    """Import the class that `config.mixer` names and build one on the meta device.
+    """Import the class `config.mixer` and build it on the meta device.
 
     Raises:
         MixerError: it can't be used.
@@ -76,25 +76,17 @@ def check_mixer(config: DeltaProductConfig) -> None:
 
 
 def check_output(mixer: str, output: object, shape: torch.Size) -> None:
-    """Check what the class of path `mixer` returned against the shape [B, T, D] of its input.
-
-    Raises:
-        MixerError: it is no tensor of that shape.
-    """
-    if not isinstance(output, torch.Tensor):
-        found = f"a {type(output).__name__}"
-    elif output.shape != shape:
-        found = str(tuple(output.shape))
-    else:
-        return
-    raise MixerError(f"mixer {mixer}: forward must return a tensor {tuple(shape)}, not {found}")
+    """Raise `MixerError` unless the output of custom class `mixer` has the shape [B, T, D] of its input."""
+    actual = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+    if actual != tuple(shape):
+        raise MixerError(f"mixer {mixer}: forward must return a tensor {tuple(shape)}, not {actual}")
 
 
 def _imported(path: str) -> type[Mixer]:
     try:
-        found = import_class(path, nn.Module, "torch.nn.Module")
+        cls = import_class(path, nn.Module, "torch.nn.Module")
     except ValueError as error:
         raise MixerError(f"mixer {error}") from error
-    if "context" not in inspect.signature(found.forward).parameters:
+    if "context" not in inspect.signature(cls.forward).parameters:
         raise MixerError(f"mixer {path}: its method must be forward(self, x, context=None, cache=None)")
-    return found
+    return cls

@@ -1,4 +1,4 @@
-"""Config classes of the optional package flash-linear-attention, by model type. Its kernels need a GPU."""
+"""Config classes of the optional package flash-linear-attention, whose kernels need a GPU."""
 
 import inspect
 from importlib import import_module
@@ -11,35 +11,33 @@ PACKAGE = "flash-linear-attention"
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The config class of a model of flash-linear-attention.
+    """Return the config class of a model of flash-linear-attention.
 
     Raises:
-        ValueError: the package is missing, does not work here, or has no such model.
+        ValueError: the package is missing, can't be imported, or has no such model.
     """
-    if model_type in CONFIG_MAPPING_NAMES:  # an export would load as transformers' class
+    if model_type in CONFIG_MAPPING_NAMES:  # an export would load as the class in transformers
         raise ValueError(
             f"model.model_type={model_type} is also a model type of transformers: use model=hf/any "
             f"model.model_type={model_type}"
         )
     classes = (value for _, value in inspect.getmembers(import_models(), inspect.isclass))
-    found = {c.model_type: c for c in classes if issubclass(c, PreTrainedConfig)}
-    if model_type not in found:
-        known = ", ".join(sorted(found.keys() - CONFIG_MAPPING_NAMES.keys()))
-        raise ValueError(
-            f"model.model_type={model_type} is no model of the installed {PACKAGE}: it has {known}"
-        )
-    return found[model_type]
+    configs = {c.model_type: c for c in classes if issubclass(c, PreTrainedConfig)}
+    if model_type not in configs:
+        known = ", ".join(sorted(configs.keys() - CONFIG_MAPPING_NAMES.keys()))
+        raise ValueError(f"model.model_type={model_type} is not in the installed {PACKAGE}: it has {known}")
+    return configs[model_type]
 
 
 def import_models() -> ModuleType:
-    """`fla.models`, which registers the package's classes with transformers' Auto classes.
+    """Import `fla.models`, which registers its classes with transformers' Auto classes.
 
     Raises:
         ValueError: it can't be imported.
     """
     try:
         return import_module("fla.models")
-    except Exception as failure:  # anything, with a torch or triton that it was not made for
+    except Exception as failure:  # any error, with an unsupported torch or triton
         if isinstance(failure, ModuleNotFoundError) and failure.name == "fla":
             raise ValueError(f"this model needs the package {PACKAGE}: pip install {PACKAGE}") from None
         cause = f"{type(failure).__name__}: {failure}"

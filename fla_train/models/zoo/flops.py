@@ -1,9 +1,9 @@
-"""Forward FLOPs per token of other libraries' models, counted from their modules, two per multiply-add.
+"""Count forward FLOPs per token of other libraries' models from their modules, two per multiply-add.
 
-Counted are linear layers (the head included, the embedding not; of a mixture of experts those that a token
-takes), convolutions, softmax attention by visible keys, and the states of the recurrences in RECURRENCES. Not
-counted are element-wise work, what a chunked form of a recurrence adds, the iterations of MesaNet, and
-recurrences and attention of classes that are not known here.
+The count includes linear layers (with the head, without the embedding; the active experts of a mixture),
+convolutions, softmax attention by visible keys, and the states of the recurrences in RECURRENCES. It excludes
+element-wise operations, the extra products of chunked recurrences, the iterations of MesaNet, and recurrences
+and attention of unknown classes.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,18 +15,18 @@ from transformers.pytorch_utils import Conv1D
 
 from fla_train.models.flops import visible_keys
 
-if TYPE_CHECKING:  # models take seconds to import
+if TYPE_CHECKING:  # imports modeling code
     from transformers import PreTrainedModel
 
 
 def _matrices(layer: Any) -> int:
-    """Elements of a matrix of key x value channels for each value head."""
+    """Count the elements of a key x value matrix for each value head."""
     heads = getattr(layer, "num_v_heads", None) or layer.num_heads
     return heads * layer.head_k_dim * layer.head_v_dim
 
 
-# By the class of a layer: the elements of its state, and the multiply-adds per element and token. Those are 2
-# for a write and a read, 3 where a delta rule reads before it writes, 4 with a transition of rank 1 besides.
+# The elements of a layer's state by class, and the multiply-adds per element and token: 2 for a write and a
+# read, 3 if a delta rule also reads before it writes, 4 with an additional transition of rank 1.
 RECURRENCES: dict[str, tuple[Callable[[Any], int], int]] = {
     "MambaMixer": (lambda layer: layer.intermediate_size * layer.ssm_state_size, 2),
     "SignedMambaMixer": (lambda layer: layer.config.inner_size * layer.config.state_size, 2),
@@ -48,7 +48,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of a forward pass per token, by what they are for."""
+    """FLOPs of a forward pass per token."""
 
     projections: float  # linear layers and convolutions
     attention: float
@@ -72,7 +72,7 @@ def forward_flops(model: "PreTrainedModel", seq_len: int) -> ForwardFlops:
 
 
 def softmax_attention(model: "PreTrainedModel") -> Iterator[tuple[int, int | None]]:
-    """Heads x channels, and the window in tokens (None: all), of each softmax attention layer."""
+    """Yield heads x channels, and the window in tokens (None: all), of each softmax attention layer."""
     config = model.config
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     types = getattr(config, "layer_types", None)

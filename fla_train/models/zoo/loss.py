@@ -36,13 +36,13 @@ def _soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-# By model type, how the class changes the product of hidden states and head. None: not at all.
+# Functions that map the product of hidden states and head to logits, by model type. None: identity.
 HEADS: dict[str, Callable[[Tensor, PreTrainedConfig], Tensor] | None] = {
     **dict.fromkeys(
         (
             "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next olmo olmo2 olmo3 olmoe "
             "olmo_hybrid smollm3 gpt2 gpt_neox stablelm phi3 starcoder2 glm glm4 helium lfm2 "
-            "mamba mamba2 falcon_mamba signed_mamba "
+            "mamba mamba2 signed_mamba "
             "gla retnet rwkv7 hgrn2 mesa_net kda delta_net gated_deltanet gated_deltaproduct"
         ).split()
     ),
@@ -51,7 +51,6 @@ HEADS: dict[str, Callable[[Tensor, PreTrainedConfig], Tensor] | None] = {
     "gemma2": lambda logits, config: _soft_cap(logits, config.final_logit_softcapping),
     "gemma3_text": lambda logits, config: _soft_cap(logits, config.final_logit_softcapping),
     "granite": lambda logits, config: logits / config.logits_scaling,
-    "recurrent_gemma": lambda logits, config: _soft_cap(logits, config.logits_soft_cap),
     "xlstm": lambda logits, config: _soft_cap(logits, config.output_logit_soft_cap),
 }
 
@@ -70,7 +69,7 @@ class FusedLoss:
         """Compute the loss in training mode with `labels` [B, T]; otherwise run the class's own forward.
 
         Args:
-            labels: shifted inside, -100 where there is no target.
+            labels: shifted inside, -100 at positions without a target.
             num_items_in_batch: divisor of the summed loss; None: the number of targets. The load balancing
                 loss of a mixture of experts, if the class has it on, is weighted by the fraction of these
                 targets.

@@ -25,7 +25,7 @@ DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
 
 
 class SignedMambaMixer(nn.Module):
-    """The selective state space of Mamba over [B, T, hidden_size]; left padding has no effect."""
+    """Selective state space of Mamba over [B, T, hidden_size]. Left padding has no effect."""
 
     def __init__(self, config: SignedMambaConfig) -> None:
         super().__init__()
@@ -78,13 +78,9 @@ class _Backbone(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool | None = None
     ) -> BaseModelOutput:
-        """Hidden states [B, T, hidden_size].
-
-        Raises:
-            ValueError: a cache is asked for.
-        """
+        """Return hidden states [B, T, hidden_size]."""
         if use_cache:
-            raise ValueError("signed_mamba keeps no cache: use_cache must be off")
+            raise ValueError("signed_mamba has no cache: use_cache must be off")
         x = self.embeddings(input_ids)
         for layer in self.layers:
             x = layer(x, attention_mask)
@@ -92,7 +88,7 @@ class _Backbone(nn.Module):
 
 
 class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model of Mamba blocks, without a cache: each new token takes a pass over all tokens."""
+    """Language model of Mamba blocks without a cache, so each new token reads all tokens again."""
 
     config_class = SignedMambaConfig
     base_model_prefix = "backbone"
@@ -133,7 +129,7 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> CausalLMOutput:
-        """Logits [B, T, V] and, with labels (shifted inside), the summed loss over `num_items_in_batch`."""
+        """Return logits [B, T, V] and, with labels (shifted inside), the loss over `num_items_in_batch`."""
         logits = self.lm_head(self.backbone(input_ids, attention_mask, use_cache).last_hidden_state).float()
         loss = None
         if labels is not None:
@@ -141,12 +137,12 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(loss=loss, logits=logits)
 
     def _prepare_cache_for_generation(self, *_: object) -> None:
-        logger.warning_once("signed_mamba keeps no cache: each token takes a pass over all tokens")
+        logger.warning_once("signed_mamba has no cache: each new token reads all tokens again")
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object
     ) -> dict[str, Tensor | None]:
-        """All tokens, for a whole pass."""
+        """Return all tokens for a whole pass."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 

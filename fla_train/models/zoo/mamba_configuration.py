@@ -1,4 +1,4 @@
-"""Configuration of Mamba with signed eigenvalues (`mamba` has the model)."""
+"""Configuration of Mamba with signed eigenvalues; the model is in `mamba`."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ class SignedMambaConfig(PreTrainedConfig):
 
     @property
     def inner_size(self) -> int:
-        """Channels of the scan."""
+        """Number of channels of the scan."""
         return self.expand * self.hidden_size
 
     @property

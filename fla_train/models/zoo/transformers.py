@@ -7,20 +7,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 
 def config_class(model_type: str) -> type[transformers.PreTrainedConfig]:
-    """The config class of a causal language model.
-
-    The names are transformers' own: other packages may have registered classes under the same model types.
+    """Return transformers' config class of a causal language model, even if others registered the same name.
 
     Raises:
         ValueError: transformers has no causal language model of this type.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # seconds (5.17)
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )  # imports modeling code in 5.17
 
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 3)
         hint = f": did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(
-            f"model.model_type={model_type} is no causal language model of transformers "
+            f"model.model_type={model_type} is not a causal language model of transformers "
             f"{transformers.__version__}{hint}"
         )
     return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
