@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 
 SCALES = ("paper", "fast", "cpu", "long", "long_fast")
 
-# Choosing a scale removes the sections from the config. The option `sections` keeps them for `store_sections`,
-# which makes the options of the group `scales` out of them.
+# Choosing a scale removes the sections from the config. The option `sections` keeps them for
+# `store_sections`, which makes the options of the group `scales` out of them.
 for _name in SCALES:
     ConfigStore.instance().store(group="scale", name=_name, node={"scales": None}, package="_global_")
 ConfigStore.instance().store(group="scale", name="sections", node={}, package="_global_")

@@ -1,9 +1,9 @@
 """Fast decoding for `model.generate`: one CUDA graph runs a step of one token and chooses the next.
 
-`generate` comes here for greedy search and sampling (`takes_loop` says when). After transformers' own prefill
-a `Decoder` holds the states at fixed addresses. Its step feeds the newest token, makes the logits, chooses
-the next token and marks finished sequences, all on the device: the host only launches a graph per token.
-Without a GPU the same step runs without a graph.
+`generate` uses it for greedy search and sampling (see `takes_loop`). After transformers' prefill a `Decoder`
+keeps the states at fixed addresses. Its step reads the newest token, computes logits, chooses the next token
+and marks finished sequences on the device, so the host only launches one graph per token. Without a GPU the
+same step runs without a graph.
 """
 
 from collections.abc import Hashable
@@ -41,11 +41,11 @@ from fla_train.models.fused_step import fused_step, takes_fused_step
 from fla_train.models.layers import is_plain
 
 PREFILL_TOKENS = 16384  # of all sequences in one pass over a prompt; `prefill_chunk_size` overrides it
-CHECK_EVERY = 16  # steps between two looks of the host at whether all sequences have finished
+CHECK_EVERY = 16  # steps between checks on the host whether all sequences have finished
 PURE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # read the scores only
 PLACES = 1024  # unit of sizes, so that calls share a graph
-RECORDING = Lock()  # of one graph at a time: what begins another would spoil it
-# The latest of each model that is not in use, and what its graph depends on.
+RECORDING = Lock()  # only one graph can be recorded at a time
+# The last unused decoder of each model, with the key of its graph.
 DECODERS: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, "Decoder"]] = WeakKeyDictionary()
 
 
@@ -55,10 +55,9 @@ def takes_loop(
     stopping_criteria: StoppingCriteriaList,
     model_kwargs: dict[str, Any],
 ) -> bool:
-    """Whether `generate_tokens` can replace transformers' loop: it needs a new or given plain `DynamicCache`.
+    """Return whether `generate_tokens` can replace transformers' loop, which needs a plain `DynamicCache`.
 
-    Everything else, among it scores that are to be returned, adapters, hooks and weights spread over
-    devices, keeps transformers' loop.
+    Requests with returned scores, adapters, hooks or weights on several devices keep transformers' loop.
     """
     cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
     wanted, returned = generation_config, ("scores", "logits", "attentions", "hidden_states")
@@ -75,7 +74,7 @@ def takes_loop(
 
 
 def _is_plain_model(model: PreTrainedModel) -> bool:
-    """Whether a step is what the modules' own code says, on one device, and stays it."""
+    """Return whether the model runs without hooks, adapters and custom mixers on one device."""
     if model.config.mixer is not None or hasattr(model, "peft_config"):
         return False
     if any(hasattr(p, "device_mesh") or p.device != model.device for p in model.parameters()):
@@ -97,10 +96,10 @@ def generate_tokens(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
 ) -> tuple[Tensor, DynamicCache]:
-    """What `GenerationMixin._sample` does with these arguments: prompt and new tokens [B, T], and the cache.
+    """Return prompt and new tokens [B, T] and the cache, as `GenerationMixin._sample` does.
 
-    Sequences that have finished get `pad_token_id`. The host looks every `CHECK_EVERY` steps whether all
-    have finished, and at each step if it needs the tokens.
+    Finished sequences get `pad_token_id`. The host checks every `CHECK_EVERY` steps whether all have
+    finished, and in each step if it needs the tokens.
     """
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs[CACHE_NAME]
     returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
@@ -138,9 +137,9 @@ def generate_tokens(
     if returned:
         decoder.unload(cache, made - 1)
     sequences = torch.cat([ids, decoder.made[:, : int(decoder.count)]], dim=1).to(input_ids.device)
-    DECODERS[model] = key, decoder  # only now: a call in another thread or in `criteria` needs its own
+    DECODERS[model] = key, decoder  # only now, because concurrent and nested calls need other decoders
     if streamer is not None:
-        streamer.end()  # whoever waits for it may call again
+        streamer.end()  # a waiting thread may call `generate` again
     return sequences, cache
 
 
@@ -151,16 +150,16 @@ class Choice:
     processors: tuple[LogitsProcessor, ...]
     do_sample: bool  # draw from softmax(scores) instead of taking the largest
     ends: tuple[int, ...]  # tokens that finish a sequence
-    pad: int  # what finished sequences get
+    pad: int  # token for finished sequences
 
     @property
     def pure(self) -> bool:
-        """Whether the scores depend on the logits only, so that the choice can belong to a graph."""
+        """Whether the scores depend only on the logits, so that the graph can include the choice."""
         return all(type(x) in PURE for x in self.processors)
 
     @property
     def key(self) -> Hashable:
-        """What a decoder depends on: the end tokens, and all settings where its graph contains the choice."""
+        """The end tokens, and all settings if the graph includes the choice."""
         settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
         return (settings, self.do_sample, self.ends, self.pad) if self.pure else self.ends
 
@@ -173,7 +172,7 @@ def _decoder(
     mask: Tensor | None,
     choice: Choice,
 ) -> tuple[Hashable, "Decoder"]:
-    """What it depends on, and a decoder with the states of `cache`: that of the call before, if it fits."""
+    """Return a key and a decoder with the states of `cache`, reused from an earlier call with this key."""
     seen = cache.get_seq_length() if model.config.attention_layers else 0
     places = PLACES * ceil_div(seen + new_tokens, PLACES) if model.config.attention_layers else 1
     size = max(PLACES, next_power_of_2(new_tokens + 1))
@@ -181,9 +180,9 @@ def _decoder(
     settings = config.backend, config._attn_implementation, torch.is_inference_mode_enabled()
     weights = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
     key = batch, size, places, choice.key, settings, weights
-    found, decoder = DECODERS.pop(model, (None, None))
-    if found != key:
-        del decoder  # its memory serves the next
+    previous, decoder = DECODERS.pop(model, (None, None))
+    if previous != key:
+        del decoder  # frees its memory for the next
         decoder = Decoder(model, batch, size, places, choice)
         if model.device.type == "cuda":
             decoder.load(cache, mask)
@@ -199,8 +198,8 @@ class Decoder:
 
     Args:
         batch: B.
-        new_tokens: how many it can note.
-        places: for tokens of a sequence in layers of full attention.
+        new_tokens: capacity for new tokens.
+        places: capacity for tokens of a sequence in layers of full attention.
         choice: how a token is chosen.
     """
 
@@ -224,14 +223,14 @@ class Decoder:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def load(self, cache: DynamicCache, mask: Tensor | None) -> None:
-        """Begin new sequences with the states of a cache, whose prompts are padded on the left by `mask`."""
-        for own, layer in zip(self.cache.layers, cache.layers, strict=True):
+        """Start new sequences from the states of a cache, with prompts left-padded by `mask`."""
+        for static, layer in zip(self.cache.layers, cache.layers, strict=True):
             if isinstance(layer, LinearAttentionLayer):
-                _copy_states(layer, own)
+                _copy_states(layer, static)
             else:
-                own.reset()
-                own.update(layer.keys, layer.values)
-                own.cumulative_length.fill_(layer.get_seq_length())
+                static.reset()
+                static.update(layer.keys, layer.values)
+                static.cumulative_length.fill_(layer.get_seq_length())
         if mask is not None:
             self.padding.copy_((mask == 0).cumprod(1).sum(1))
         else:
@@ -240,19 +239,19 @@ class Decoder:
         self.unfinished.fill_(True)
 
     def unload(self, cache: DynamicCache, steps: int) -> None:
-        """Add the last `steps` tokens to the cache that was loaded."""
-        for own, layer in zip(self.cache.layers, cache.layers, strict=True):
+        """Add the last `steps` tokens to the loaded cache."""
+        for static, layer in zip(self.cache.layers, cache.layers, strict=True):
             if isinstance(layer, LinearAttentionLayer):
-                _copy_states(own, layer)
+                _copy_states(static, layer)
             elif steps:
                 total = layer.get_seq_length() + steps
-                end = min(total, own.max_cache_len)
+                end = min(total, static.max_cache_len)
                 new = slice(max(end - steps, 0), end)
-                layer.update(own.keys[:, :, new], own.values[:, :, new])
+                layer.update(static.keys[:, :, new], static.values[:, :, new])
                 layer.cumulative_length = total  # of a window shorter than `steps`
 
     def record(self, model: PreTrainedModel) -> None:
-        """Make the step a CUDA graph. It changes the states and leaves the random numbers as they were."""
+        """Record the step as a CUDA graph. This changes the states, but not the random generator."""
         generator = torch.cuda.get_rng_state(self.token.device)
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(current)
@@ -266,7 +265,7 @@ class Decoder:
         self.graph = graph
 
     def advance(self, model: PreTrainedModel, ids: Tensor | None) -> None:
-        """Feed the newest token of each sequence and choose the next.
+        """Read the newest token of each sequence and choose the next.
 
         Args:
             ids: all tokens [B, T]; None if the choice is pure.
@@ -279,7 +278,7 @@ class Decoder:
             self.choose(self.logits, ids)
 
     def step(self, model: PreTrainedModel) -> None:
-        """What a graph records: the logits after the newest token and, where it can be, the choice."""
+        """Compute the logits after the newest token and, if it is pure, the choice."""
         masks: Masks = {"padding_mask": None}
         for kind, layer in self.kinds.items():
             keys, first = self.cache.layers[layer].get_mask_sizes(1)
