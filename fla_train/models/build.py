@@ -38,14 +38,14 @@ def is_zoo(node: Mapping[str, Any]) -> bool:
 
 def architecture(node: Mapping[str, Any]) -> str:
     """Return a name for a node's model: `gated_delta_product_2`, `delta_net+sliding_attention`, `gla`."""
-    if is_zoo(node):
+    if node.get("model_type"):
         return node["model_type"]
-    layers, count = node["layer_types"] or ["linear_attention"], node["num_householder"]
+    layers, count = node.get("layer_types") or ["linear_attention"], node.get("num_householder") or 1
     if "linear_attention" not in layers:
         return "transformer"
     name = f"delta_product_{count}" if count > 1 else "delta_net"
-    mixer = (node["mixer"] or "").rpartition(":")[2]
-    name = mixer or ("gated_" if node["use_forget_gate"] else "") + name
+    mixer = (node.get("mixer") or "").rpartition(":")[2]
+    name = mixer or ("gated_" if node.get("use_forget_gate") else "") + name
     return "+".join([name, *sorted({*layers} - {"linear_attention"})])
 
 
