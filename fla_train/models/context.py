@@ -125,12 +125,13 @@ def document_bounds(
     *,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
 ) -> Tensor | None:
     """Return the `cu_seqlens` [S + 1] of packed documents from the first argument that has them, or None.
 
-    `position_ids` make the host wait for the device.
+    `seq_idx` and `position_ids` make the host wait for the device.
 
     Args:
         tokens: T, the number of new tokens.
@@ -138,6 +139,7 @@ def document_bounds(
         cu_seqlens: [S + 1], returned unchanged.
         position_ids: [B, T], counting up by one, 0 again where a document starts.
         cu_seq_lens_q: [S + 1], from collators of transformers and TRL.
+        seq_idx: [B, T], the number of each token's document.
         cu_seq_lens_k, max_length_q, max_length_k: not used here; collators pass them along.
 
     Raises:
@@ -145,12 +147,16 @@ def document_bounds(
     """
     if cu_seqlens is not None or cu_seq_lens_q is not None:
         return cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-    if position_ids is None or tokens == 1:
+    numbers = position_ids if seq_idx is None else seq_idx
+    if numbers is None or tokens == 1:
         return None
-    if position_ids.shape[-1] != tokens:
-        raise ValueError(f"position_ids has shape {list(position_ids.shape)}, expected [batch, {tokens}]")
-    numbers = position_ids.view(-1, tokens)
-    starts, jumps = numbers[:, 1:] == 0, numbers.diff() != 1
+    if numbers.shape[-1] != tokens:
+        raise ValueError(f"position_ids or seq_idx has shape {[*numbers.shape]}, expected [batch, {tokens}]")
+    numbers = numbers.view(-1, tokens)
+    if seq_idx is None:
+        starts, jumps = numbers[:, 1:] == 0, numbers.diff() != 1
+    else:
+        starts = jumps = numbers.diff() != 0
     if attention_mask is not None:
         unpadded = attention_mask[:, -tokens:].bool()
         pairs = unpadded[:, 1:] & unpadded[:, :-1]

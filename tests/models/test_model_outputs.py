@@ -91,12 +91,13 @@ def test_the_bounds_of_documents_by_every_name(build, documents, variant):
     expected = torch.cat([model(document[None]).logits[0] for document in documents])
     for given in (
         {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]},
+        {"seq_idx": torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS))[None]},
         {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 13, "max_length_k": 13},
     ):
         torch.testing.assert_close(model(row, **given).logits[0], expected, **EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}])
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 def test_a_batch_of_the_flattening_collator(build, documents, options):
     """The loss of a row of documents is that of the documents one by one."""
     model = build().train()
@@ -126,8 +127,8 @@ def test_arguments_that_would_give_wrong_results(build, arguments, error, varian
 
 def test_unknown_arguments_and_conflicts_with_a_cache(build, tokens):
     model = build().train()
-    with pytest.raises(TypeError, match="seq_idx"):
-        model(tokens, seq_idx=torch.zeros_like(tokens))
+    with pytest.raises(TypeError, match="segments"):
+        model(tokens, segments=torch.zeros_like(tokens))
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing"):
         model(tokens, past_key_values=DynamicCache(config=model.config))
