@@ -17,12 +17,12 @@ from fla_train.cli.eval import register as register_eval
 from fla_train.cli.overrides import as_written
 from fla_train.data.dataset import Dataset
 from fla_train.data.sampler import PackedDataset
-from fla_train.hub.saved_config import as_values, assign
 from fla_train.run import Run
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch, with_data
 from fla_train.training.run_data import TaskSequences, open_training_data
 from fla_train.utils.keys import require_valid
+from fla_train.utils.overrides import as_data, assign
 
 if TYPE_CHECKING:  # takes seconds to import
     from transformers import PreTrainedModel
@@ -96,7 +96,7 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
     """
     register_eval()
     try:
-        words = as_written("eval", [assign("suite", suite), *as_values(options)])
+        words = as_written("eval", [assign("suite", suite), *as_data(options)])
         config = OmegaConf.to_object(app.compose("eval", words))
         require_valid(config.suite, "suite.")
         if config.suite.expressivity is not None:

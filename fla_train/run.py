@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fla_train.data.cache import open_prepared
-from fla_train.hub.saved_config import flat, read_saved
+from fla_train.hub.saved_config import read_saved
 from fla_train.models.build import architecture
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import MODEL_FILE
@@ -19,6 +19,7 @@ from fla_train.training.metrics import draw_losses
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.keys import resume_rule
+from fla_train.utils.overrides import flat
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.app import compose
-from fla_train.cli.config_files import ConfigFiles
+from fla_train.cli.overrides import options, repository
 from fla_train.cli.train_list import read_list
 from fla_train.models.build import build_on_meta
 from fla_train.training.config import register, to_config
@@ -34,7 +34,7 @@ def test_published_numbers_are_those_of_the_paper() -> None:
 def test_runs_compose() -> None:
     """Composing takes most of a second, so one run of each table and model; the others' files exist."""
     register()
-    known = set(ConfigFiles("train").options("experiment"))
+    known = set(options(repository(), "experiment"))
     seen = set()
     for name, overrides in [*expressivity.runs(seeds=[0], paper_steps=True), *expressivity.runs(seeds=[0])]:
         experiment = overrides[0].removeprefix("experiment=")

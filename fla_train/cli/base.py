@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ConfigDefault, GroupDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
-from fla_train.cli.config_files import ConfigFiles
-from fla_train.hub.saved_config import assign, escaped, flat, kept_tokenizer
+from fla_train.cli.overrides import repository
+from fla_train.hub.saved_config import escaped, kept_tokenizer
 from fla_train.utils.import_class import named_classes
+from fla_train.utils.overrides import assign, flat
 
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
@@ -49,7 +51,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     given = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
     left_out: dict[str, Any] = {}
     run, weights = None if sweep else given.get("run.dir"), given.get("init_from")
-    chosen = _chosen_groups(given, ConfigFiles("train", config_dir))
+    chosen = _chosen_groups(given, config_dir)
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
         saved = _of_run(file)
         base = {section: values for section, values in saved.items() if section not in chosen}
@@ -148,10 +150,16 @@ def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
     return base
 
 
-def _chosen_groups(given: dict[str, Any], configs: ConfigFiles) -> set[str]:
-    """Groups for which the command names an option, by itself or through a recipe."""
-    chosen = {key for key in given if key in configs.defaults}
-    for group in RECIPES:
-        if given.get(group):
-            chosen |= configs.overridden(group, given[group]).keys()
+def _chosen_groups(given: dict[str, Any], config_dir: str | None) -> set[str]:
+    """Return the groups for which the command names an option, directly or through a recipe."""
+    repo = repository(config_dir)
+    chosen = {key for key in given if repo.group_exists(key)}
+    files = [f"{group}/{given[group]}" for group in RECIPES if given.get(group)]
+    while files:
+        config = repo.load_config(files.pop())
+        for entry in config.defaults_list if config is not None else ():
+            if isinstance(entry, GroupDefault) and entry.override:
+                chosen.add(entry.group.lstrip("/"))
+            elif isinstance(entry, ConfigDefault) and entry.path != "_self_":
+                files.append(entry.path.lstrip("/"))
     return chosen

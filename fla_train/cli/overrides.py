@@ -1,100 +1,89 @@
-"""Overrides as their author wrote them, and error messages for those that do not fit a config."""
+"""Command-line overrides: quote text values, and explain every override that does not fit a config.
+
+Suggestions come from Hydra's config repository (options) and from the composed config (keys), by difflib.
+"""
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
+from hydra import version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fla_train.cli.config_files import ConfigFiles
-from fla_train.cli.names import is_open, key_error, null_part_error, option_error
-from fla_train.hub.saved_config import quote
+from fla_train.cli.scales import SCALES
+from fla_train.utils.overrides import flat, quote
 
 COMPLETE = ("trainer", "optimizer", "schedule", "launch", "logger", "hub", "run")  # their files have all keys
-QUOTED = r"'(?:[^'\\]|\\.)*'"
-SWEPT = re.compile(rf"{QUOTED}|[^,]+", re.DOTALL)  # one value of KEY=1,2
-ITEM = re.compile(rf"{QUOTED}|[^\s,'\"\[\](){{}}]+(?=\s*[,\]])")  # one text of KEY=[a,b]
+QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL)
+PARTS = ("model/batch", "model/size", "model/variant", "model/zoo")  # other options are composed of these
+
+
+def repository(config_dir: str | None = None) -> ConfigRepository:
+    """Return Hydra's repository of our config files and those of `--config-dir`."""
+    version.setbase("1.3")
+    path = create_config_search_path("pkg://fla_train.configs")
+    if config_dir:
+        path.append("command-line", f"file://{os.path.abspath(config_dir)}")
+    return ConfigRepository(path)
+
+
+def options(repo: ConfigRepository, group: str) -> list[str]:
+    """Return the options of a group, including those in subfolders: `delta_net/tiny`."""
+    if group == "scale":
+        return list(SCALES)
+    names = [
+        name for name in repo.get_group_options(group, ObjectType.CONFIG) if not name.startswith("common")
+    ]
+    for folder in repo.get_group_options(group, ObjectType.GROUP):
+        if f"{group}/{folder}" not in PARTS:
+            names += [f"{folder}/{name}" for name in options(repo, f"{group}/{folder}")]
+    return names
 
 
 def as_written(config_name: str, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
-    """Quote the values that Hydra would change: `hub.tag=1.10` is the text 1.10, `data.path=a,b` one path.
+    """Quote values that Hydra would change: the text `hub.tag=1.10` stays 1.10, `data.path=a,b` is one path.
 
-    A key whose type is text takes what stands behind `=` literally; a list of texts, each of its items. Hydra
-    reads text in single quotes, with its `${...}`, and `null` where the type allows it. The schemas must be
-    registered.
+    A key of type text takes the characters after `=` literally, except `null` where the type allows it and
+    text in single quotes. Other values are quoted only if Hydra cannot parse them.
+
+    The schemas must be registered.
 
     Args:
-        sweep: a comma separates values.
+        sweep: a comma separates values, which are left to Hydra.
 
     Raises:
         ValueError: an override is not UTF-8 text.
     """
-    return [_as_written(config_name, override, sweep) for override in overrides]
-
-
-def check_names(configs: ConfigFiles, overrides: Sequence[str]) -> None:
-    """Check names by the config files alone, within a second: the schemas import torch and transformers.
-
-    Of keys only those in sections whose files name all of them. Composing checks everything.
-
-    Raises:
-        ValueError: it names each option and each key that does not exist.
-    """
-    chosen = {
-        group: option
-        for group, option in configs.chosen(overrides).items()
-        if option not in (None, "null") and re.fullmatch(r"[\w./-]+", option)  # no values of a sweep
-    }
-    errors = [option_error(configs, *choice) for choice in chosen.items() if not configs.has(*choice)]
-    content = yaml.safe_load(configs.own_keys) or {}
-    content |= {group: yaml.safe_load(configs.keys(group, option)) for group, option in chosen.items()}
-    config = OmegaConf.create({key: content.get(key) for key in (*content, *configs.defaults)})
+    words = []
     for override in overrides:
-        key, sign, value = override.lstrip("+").partition("=")
-        section = key.split(".")[0]
-        if sign and "." in key and section in COMPLETE and config.get(section) is not None:
-            errors += [f"{override}: {error}" for error in [key_error(configs, config, key, value)] if error]
-    if errors:
-        raise ValueError("\n  ".join(errors))
-
-
-def _as_written(config_name: str, override: str, sweep: bool) -> str:
-    key, sign, value = override.partition("=")
-    try:
-        override.encode()
-    except UnicodeEncodeError as failure:
-        raise ValueError(f"{key}: not UTF-8 text; check the locale (LANG=C.UTF-8) or the value") from failure
-    annotation = _annotation(config_name, key.lstrip("+"))
-    if annotation in (str, str | None):
-        keep = ("null",) if annotation == str | None else ()
-        if not sweep:
-            value = _literal(value, keep)
-        elif not re.fullmatch(r"\w+\(.*\)", value):  # such as choice(a,b)
-            value = SWEPT.sub(lambda match: _literal(match[0], keep), value)
-    elif annotation == list[str]:
-        value = ITEM.sub(lambda match: _literal(match[0]), value)
-    elif not value.startswith(("[", "{", "'", '"')):  # which Hydra shall explain where it can't read it
-        value = value if _parsed(value) is not None else quote(value)
-    return f"{key}{sign}{value}"
-
-
-def _literal(text: str, keep: Sequence[str] = ()) -> str:
-    """`text` in quotes, unless Hydra reads it as it is, it is one of `keep`, or it has quotes already."""
-    same = _parsed(text) == text and "${" not in text
-    return text if same or text in keep or re.fullmatch(QUOTED, text, re.DOTALL) else quote(text)
+        key, sign, value = override.partition("=")
+        try:
+            override.encode()
+        except UnicodeEncodeError as failure:
+            raise ValueError(f"{key}: not UTF-8 text; check the locale (LANG=C.UTF-8)") from failure
+        kind = _annotation(config_name, key.lstrip("+"))
+        if QUOTED.fullmatch(value) or (sweep and "," in value) or (value == "null" and kind is not str):
+            pass
+        elif kind in (str, str | None):
+            value = value if _parsed(value) == value and "${" not in value else quote(value)
+        elif not value.startswith(("[", "{", "'", '"')) and _parsed(value) is None:
+            value = quote(value)
+        words.append(f"{key}{sign}{value}")
+    return words
 
 
 def _parsed(text: str) -> object:
-    """What Hydra reads; None where it can't."""
+    """Return the value that Hydra reads; None if it can't."""
     try:
         override = OverridesParser.create().parse_override(f"key={text}")
     except HydraException:
@@ -103,130 +92,164 @@ def _parsed(text: str) -> object:
 
 
 def _annotation(config_name: str, key: str) -> Any:
-    """The type that the schemas declare for a dotted key; None if they have no such key."""
+    """Return the type that the schemas declare for a dotted key; None without such a key."""
     schemas = ConfigStore.instance().repo
     stored = schemas.get(f"{config_name}_schema.yaml") or schemas.get("train_schema.yaml")
-    found: Any = stored and OmegaConf.get_type(stored.node)
+    kind: Any = stored and OmegaConf.get_type(stored.node)
     for name in key.split("."):
-        if get_origin(found) is dict:
-            found = get_args(found)[1]
+        if get_origin(kind) is dict:
+            kind = get_args(kind)[1]
             continue
-        section = next((part for part in (found, *get_args(found)) if is_dataclass(part)), None)
-        found = get_type_hints(section).get(name) if section else None
-        if found is Any and f"{name}_schema.yaml" in schemas:
-            found = OmegaConf.get_type(schemas[f"{name}_schema.yaml"].node)
-    return found
+        section = next((part for part in (kind, *get_args(kind)) if is_dataclass(part)), None)
+        kind = get_type_hints(section).get(name) if section else None
+        if kind is Any and f"{name}_schema.yaml" in schemas:
+            kind = OmegaConf.get_type(schemas[f"{name}_schema.yaml"].node)
+    return kind
+
+
+def checked_without_schemas(repo: ConfigRepository, overrides: Sequence[str]) -> list[str]:
+    """Select the overrides whose names the YAML files decide: options, and keys of complete sections."""
+    selected = []
+    for text in overrides:
+        key, sign, value = text.lstrip("+").partition("=")
+        complete = "." not in key or key.split(".")[0] in COMPLETE
+        as_it_is = isinstance(_parsed(value), str | int | float | dict)  # else it may need quotes, or sweeps
+        if sign and key != "scale" and (repo.group_exists(key) or (complete and as_it_is)):
+            selected.append(text)
+    return selected
 
 
 def override_errors(
-    configs: ConfigFiles,
+    repo: ConfigRepository,
     overrides: Sequence[str],
     compose_with: Callable[[Sequence[str]], DictConfig],
     *,
     sweep: bool = False,
 ) -> list[str]:
-    """A line for each override that does not fit those that do; in a sweep, for each of its values.
+    """Return a line for each override that does not fit, or for each such value of a sweep.
 
-    Choices of groups come first: keys depend on them. `compose_with` composes a config with overrides.
+    Options of groups come first, because keys depend on them. `compose_with` composes overrides.
     """
     try:
         config = compose_with([])
-    except Exception as failure:  # --config-name or the folder of --config-dir
+    except Exception as failure:  # of --config-name or --config-dir
         return [one_line(failure)]
     good: list[str] = []
     errors: dict[str, list[str]] = {}
-    for override in sorted(overrides, key=lambda text: "." in text.split("=")[0]):
-        fits = []
+    for override in sorted(
+        overrides, key=lambda text: ("." in text.split("=")[0], text.startswith("scale="))
+    ):
+        accepted = None
         for single in _single_values(override) if sweep else [override]:
             try:
                 composed = compose_with([*good, single])
+                reasons = addition_errors(repo, composed, [single])
             except Exception as failure:
-                reason = [_reason(configs, config, single, failure)]
-            else:
-                reason = addition_errors(configs, composed, [single])
-                fits += [] if reason else [(single, composed)]
-            errors.setdefault(override, []).extend(reason)
-        if fits:
-            good.append(fits[0][0])
-            config = fits[0][1]
+                reasons = [_reason(repo, config, single, failure)]
+            errors.setdefault(override, []).extend(reasons)
+            if not reasons and accepted is None:
+                accepted = single, composed
+        if accepted:
+            good.append(accepted[0])
+            config = accepted[1]
     return [reason for override in dict.fromkeys(overrides) for reason in errors[override]]
 
 
 def _single_values(override: str) -> list[str]:
-    """An override for each of its values: `seed=1,2` is seed=1 and seed=2."""
+    """Return an override for each value: `seed=1,2` gives seed=1 and seed=2."""
     try:
-        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_override(override)
+        parsed = OverridesParser.create().parse_override(override)
         if not parsed.is_sweep_override():
             return [override]
         return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-    except HydraException:  # reported when it is composed
+    except HydraException:  # composing reports it
         return [override]
 
 
-def _reason(configs: ConfigFiles, config: DictConfig, text: str, failure: Exception) -> str:
-    """`text: what is wrong with it`, an override that Hydra refused to add to what gave `config`."""
-    if "=" not in text and not text.startswith("~"):
-        path = f"{'checkpoint' if 'checkpoint' in config else 'run.dir'}={text}"
-        return f"{text}: write {path if os.path.exists(text) else 'KEY=VALUE or GROUP=OPTION'}"
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException:
-        return f"{text}: {one_line(failure)}"
-    if override.is_sweep_override():
-        return f"{text}: several values are KEY=1,2 with -m, to run once with each, or 'KEY=[1,2]' for a list"
-    key, value = override.key_or_group, override.value()
-    group = key.split("/")[0]
-    if key in configs.defaults and value is None:
-        if configs.defaults[key] is None:
-            return f"{text}: write ~{key} to choose none"
-        return f"{text}: choose an option of {key}: fla-{configs.config_name} --list {key} prints them"
-    if group in configs.defaults and not isinstance(value, dict):
-        for option in value if isinstance(value, list) else [value]:
-            if not configs.has(group, str(option)):
-                error = option_error(configs, group, str(option))
-                return error if error.startswith(text.lstrip("+")) else f"{text}: {error}"
-    if isinstance(value, dict) and (error := null_part_error(configs, config, key)):
-        return f"{text}: {error}"  # Hydra can't merge a mapping into null
-    plain = "VALUE" if value is None else text.partition("=")[2]
-    # A key inside of a mapping, or in the file of an option, is another than the override's.
-    unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
-    if unknown and unknown[1].startswith(f"{key}.") and is_open(config, key):
-        entry, _, name = unknown[1].removeprefix(f"{key}.").rpartition(".")
-        if entry:  # of a type of its own, whose keys are fixed
-            known = OmegaConf.select(config, key)._metadata.element_type.__dataclass_fields__
-            return f"{text}: {key}.{entry} has no key {name}; it has {', '.join(known)}"
-        return f"{text}: {key} has no {name} yet: write {shlex.quote(f'+{text}')} to add it"
-    if unknown and not key.startswith(unknown[1]):
-        key, plain = unknown[1], "VALUE"
-    error = key_error(configs, config, key, plain) or one_line(failure)
-    if error.endswith("converted to Integer") and re.fullmatch(r"\d+(\.0*)?e\d+|\d+\.0*", plain, re.I):
-        error += f": write {key}={float(plain):.0f}"
-    return f"{text}: {error}"
-
-
-def addition_errors(configs: ConfigFiles, config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Errors of `+KEY=VALUE` whose key the schema lacks: Hydra adds it all the same."""
-    added = {text: text.lstrip("+").partition("=") for text in overrides if text.startswith("+")}
-    errors = {
-        text: key_error(configs, config, key, value)
-        for text, (key, _, value) in added.items()
-        if key not in configs.defaults
-    }
+def addition_errors(repo: ConfigRepository, config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Return an error for each `+KEY=VALUE` whose key the schema lacks: Hydra adds such keys silently."""
+    added = [text for text in overrides if text.startswith("+")]
+    errors = {text: key_error(repo, config, text.lstrip("+").partition("=")[0]) for text in added}
     return [f"{text}: {error}" for text, error in errors.items() if error]
 
 
-def _cause(failure: BaseException) -> BaseException:
-    """The error behind Hydra's wrapping.
+def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exception) -> str:
+    """Return `text: reason` for an override that Hydra refused to add to what gave `config`."""
+    key, sign, value = text.lstrip("+~").partition("=")
+    if not sign and not text.startswith("~"):
+        path = f"{'checkpoint' if 'checkpoint' in config else 'run.dir'}={text}"
+        return f"{text}: write {path if os.path.exists(text) else 'KEY=VALUE or GROUP=OPTION'}"
+    known = options(repo, key) if repo.group_exists(key) else []
+    if (
+        known
+        and re.fullmatch(r"[\w./-]+", value)
+        and value not in known
+        and not repo.config_exists(f"{key}/{value}")
+    ):
+        close = _closest(value, known) or [name for name in known if value in name.split("/")]
+        return (
+            f"{text}: there is no such option{_did_you_mean(close)}\n    options of {key}: {', '.join(known)}"
+        )
+    unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
+    named = (
+        unknown[1] if unknown and (known or unknown[1].startswith(key)) else key
+    )  # one in a file or a mapping
+    error = None if known and named == key and not unknown else key_error(repo, config, named)
+    return f"{text}: {error or one_line(failure)}"
 
-    Under a debugger OmegaConf chains its errors to templates of their messages, so the first one counts.
-    """
+
+def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | None:
+    """Return why a key does not exist, with the closest ones; None if it exists or may be added."""
+    parent, _, name = key.rpartition(".")
+    group = key.split(".")[0]
+    node = OmegaConf.select(config, parent, throw_on_resolution_failure=False) if parent else config
+    schema = OmegaConf.get_type(node)
+    if group == "hydra":
+        return None
+    if is_dataclass(schema) and name in {field.name for field in fields(schema)}:
+        return None
+    if key in ("experiment", "debug"):
+        return "the first line of its file must be `# @package _global_`"
+    takes_any = parent not in ("", "model") and schema is dict and OmegaConf.get_type(config) is not dict
+    if isinstance(node, DictConfig) and not is_dataclass(schema) and (name in node or takes_any):
+        return None
+    if parent and group in config and config[group] is None:
+        return f"no {group} is chosen: add {group}=NAME, one of {', '.join(options(repo, group))}"
+    content = OmegaConf.to_container(config, resolve=False)
+    leaves = [leaf for leaf, _ in flat(content)]
+    known = {".".join(leaf.split(".")[:i]) for leaf in leaves for i in range(1, leaf.count(".") + 2)}
+    known |= set(repo.get_group_options("", ObjectType.GROUP)) & {*content, "experiment", "debug", "scale"}
+    if group == "model" and "source" in config.get("model", {}):
+        return f"there is no key {key}: fields of this model's class are model.config.FIELD"
+    return f"there is no key {key}{_did_you_mean(_closest(key, known - {key})) or ': --help lists them'}"
+
+
+def _closest(name: str, known: Sequence[str] | set[str]) -> list[str]:
+    """Return at most six names that are like `name` as a whole or in their last part, the same part first."""
+    last = re.split(r"[./]", name)[-1]
+    same = sorted(other for other in known if last in (re.split(r"[./]", other)[-1], other.split("/")[0]))
+    by_end: dict[str, list[str]] = {}
+    for other in sorted(known):
+        for end in {*re.split(r"[./]", other)}:
+            by_end.setdefault(end, []).append(other)
+    whole = get_close_matches(name, known, n=3, cutoff=0.75)
+    ends = [other for end in get_close_matches(last, by_end, n=2, cutoff=0.75) for other in by_end[end]]
+    return list(dict.fromkeys([*same, *whole, *ends]))[:6]
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    return f": did you mean {' or '.join(names)}?" if names else ""
+
+
+def _cause(failure: BaseException) -> BaseException:
+    """Return the error behind Hydra's wrapping: the outermost of OmegaConf's, or the innermost cause."""
     while failure.__cause__ is not None and not isinstance(failure, OmegaConfBaseException):
         failure = failure.__cause__
     return failure
 
 
 def one_line(failure: Exception) -> str:
-    """The cause behind Hydra's wrapping, without its `full_key:` trailer and its search path."""
+    """Return the cause behind Hydra's wrapping, without its `full_key:` trailer and its search path."""
     cause = _cause(failure)
     text = str(cause).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]

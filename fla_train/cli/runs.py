@@ -7,14 +7,11 @@ fla-runs train LIST.yaml                                       # train a list of
 """
 
 import argparse
-import csv
 import json
 import os
 import re
-import shutil
 import statistics
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 from fla_train.cli.app import fail_by, interruptible, leave
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
+from fla_train.utils.overrides import plain
 
-if TYPE_CHECKING:  # it imports torch, and is not needed for --help
+if TYPE_CHECKING:  # imports torch, which --help does not need
     from fla_train.run import Run
 
 Row = dict[str, Any]
-LONGEST_LABEL = 60  # characters of differences that still fit into the table and a figure's legend
+LONGEST_LABEL = 60  # characters of a run's differences in a figure's legend
 HIGHER = re.compile(r"(?!.*loss).*(acc|tokens_per_second|mfu|exact_match|f1|contains)")  # more is better
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="fla-runs",
         description="List the runs at or below folders, the best first: size, status, losses, tokens per "
@@ -75,81 +73,47 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
 
 def difference(settings: Mapping[str, Any]) -> str:
     """Return settings as overrides."""
-    from fla_train.hub.saved_config import plain
-
     return ", ".join(f"{key}={plain(value)}" for key, value in settings.items())
 
 
 def names(rows: Sequence[Row]) -> tuple[str, list[str]]:
     """Return the folder that holds all runs, and the path of each run below it."""
-    folders = [os.path.dirname(row["run"]) for row in rows]
-    if len({os.path.isabs(folder) for folder in folders}) > 1:
-        folders = [os.path.abspath(folder) for folder in folders]
+    folders = [os.path.dirname(os.path.abspath(row["run"])) for row in rows]
     home = os.path.commonpath(folders)
-    return home or ".", [os.path.relpath(row["run"], home) for row in rows]
+    return os.path.relpath(home), [os.path.relpath(row["run"], home) for row in rows]
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
-    """Return the name of each run in a figure: what differs if that is short and unique, else its path."""
+    """Return each run's name in a figure: its differences if they are short and unique, else its path."""
     texts = [difference(row["differs"]) for row in rows]
     fit = all(0 < len(text) <= LONGEST_LABEL and texts.count(text) == 1 for text in texts)
     return texts if fit else names(rows)[1]
 
 
-def over_seeds(rows: Sequence[Row], keys: Sequence[str]) -> list[list[str]]:
-    """Return lines of mean ± standard deviation for the runs that differ in nothing but `seed`."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        others = {key: value for key, value in row["differs"].items() if key != "seed"}
-        groups.setdefault(difference(others) or row["model"], []).append(row)
-    lines = []
-    for label, members in groups.items():
-        cells = []
-        for key in keys:
-            values = [row[key] for row in members if row[key] is not None]
-            whole = len(values) == len(members) > 1
-            cells.append(f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" if whole else "-")
-        if len(members) > 1:
-            lines.append([str(len(members)), *cells, label])
-    return lines
+def table_text(rows: Sequence[Row], metric: str) -> str:
+    """Return the rows as text, with the means of runs that differ in the seed only below them."""
+    from pandas import DataFrame
 
-
-def table_lines(rows: Sequence[Row], metric: str, width: int) -> list[str]:
-    """Return the rows as text, the mean over seeds below them, and long differences wrapped to `width`."""
     home, paths = names(rows)
     keys = [*dict.fromkeys(("loss", "validation_loss", metric)), f"best_{metric}"]
-    heads = [key.replace("_", " ") for key in keys]
-    texts = [difference(row["differs"]) for row in rows]
-    fit = all(len(text) <= LONGEST_LABEL for text in texts)
-    cells = [["", "run", "model", "parameters", "status", "step", *heads, "tokens/s", "differs" * fit]]
-    for row, path, text in zip(rows, paths, texts, strict=True):
-        first = "*" * (row is rows[0] and row[keys[-1]] is not None)
-        size = "-" if row["parameters"] is None else f"{row['parameters']:,}"
-        steps = f"{row['step']:,}/{row['max_steps']:,}"
-        values = ["-" if row[key] is None else f"{row[key]:.4f}" for key in keys]
-        rate = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}"
-        cells.append([first, path, row["model"], size, row["status"], steps, *values, rate, text * fit])
-    lines = [f"{len(rows)} run(s) in {home}, * has the best {metric.replace('_', ' ')}"]
-    lines += _aligned(cells, (0, 1, 2, 4, len(cells[0]) - 1))
-    if not fit:
-        for path, text in zip(paths, texts, strict=True):
-            lines += ["", *textwrap.wrap(f"{path}: {text}", width, subsequent_indent="    ")]
-    if seeds := over_seeds(rows, keys):
-        lines += ["", "Mean ± standard deviation of runs that differ in the seed only:"]
-        lines += _aligned([["runs", *heads, "of"], *seeds], (len(keys) + 1,))
-    return lines
-
-
-def _aligned(cells: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Return lines of columns: those in `left` aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    frame = DataFrame(rows)
+    frame["run"] = paths
+    frame["step"] = [f"{row['step']:,}/{row['max_steps']:,}" for row in rows]
+    frame["parameters"] = ["-" if row["parameters"] is None else f"{row['parameters']:,}" for row in rows]
+    frame["tokens/s"] = [f"{row['tokens_per_second'] or 0:,.0f}" for row in rows]
+    frame["differs"] = [difference(row["differs"]) for row in rows]
+    shown = frame[["run", "model", "parameters", "status", "step", *keys, "tokens/s", "differs"]]
+    style = {"index": False, "na_rep": "-", "float_format": "{:.4f}".format}
+    lines = [f"{len(rows)} run(s) in {home}, the best {metric.replace('_', ' ')} first"]
+    lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
+    others = [{key: value for key, value in row["differs"].items() if key != "seed"} for row in rows]
+    frame["runs"] = [difference(settings) or row["model"] for settings, row in zip(others, rows, strict=True)]
+    groups = frame.groupby("runs", sort=False)
+    if (groups.size() > 1).any():
+        means = groups[keys].agg(["count", "mean", "std"])[groups.size() > 1]
+        lines += ["", "Mean and standard deviation of runs that differ in the seed only:"]
+        lines.append(means.to_string(na_rep="-", float_format="{:.4f}".format))
+    return "\n".join(lines)
 
 
 def show(request: argparse.Namespace) -> None:
@@ -158,6 +122,8 @@ def show(request: argparse.Namespace) -> None:
     Raises:
         ValueError: a folder holds no run, or no run has the metric.
     """
+    from pandas import DataFrame
+
     from fla_train.run import find_runs
     from fla_train.training.metrics import draw_losses
 
@@ -170,12 +136,10 @@ def show(request: argparse.Namespace) -> None:
     if request.json:
         print(json.dumps(rows, indent=2))
     elif request.csv:
-        flat = [{key: row[key] for key in row if key != "differs"} | row["differs"] for row in rows]
-        writer = csv.DictWriter(sys.stdout, dict.fromkeys(key for row in flat for key in row))
-        writer.writeheader()
-        writer.writerows(flat)
+        frame = DataFrame([{**row, **row["differs"]} for row in rows], dtype=object)
+        print(frame.drop(columns="differs").to_csv(index=False), end="")
     else:
-        print(*table_lines(rows, metric, shutil.get_terminal_size((120, 24)).columns), sep="\n")
+        print(table_text(rows, metric))
     if request.png:
         folders = [Path(row["run"]) for row in rows]
         figure = draw_losses(folders, labels(rows), request.metric or "loss")
@@ -185,12 +149,12 @@ def show(request: argparse.Namespace) -> None:
 
 @interruptible()
 def main() -> None:
-    """Console command."""
+    """Run the console command."""
     try:
         if sys.argv[1:2] == ["train"]:
             leave(train_list(sys.argv[2:]))
         show(build_parser().parse_args())
-    except BrokenPipeError:  # `fla-runs runs | head` has read enough
+    except BrokenPipeError:  # `fla-runs runs | head`
         leave(0)
     except (ValueError, OSError) as error:
         sys.exit(fail_by(error))

@@ -41,7 +41,7 @@ def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], Dict
     scales, experiments = _values(overrides, "scale"), _values(overrides, "experiment")
     for scale in scales - {"paper"} & set(SCALES):
         if not experiments - {"null"}:
-            raise ValueError(f"scale={scale} changes an experiment: add experiment=NAME")
+            raise ValueError("it changes an experiment: add experiment=NAME")
         for experiment in experiments:
             try:
                 sections = compose([f"experiment={experiment}", "scale=sections"]).scales or {}
@@ -49,7 +49,7 @@ def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], Dict
                 continue
             if scale not in sections:
                 known = ", ".join(name for name in SCALES if name == "paper" or name in sections)
-                raise ValueError(f"scale={scale}: experiment={experiment} has the scales {known}")
+                raise ValueError(f"experiment={experiment} has the scales {known}")
             ConfigStore.instance().store(
                 group=f"scales/{experiment}", name=scale, node=_section(sections, scale), package="_global_"
             )

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from fla_train.cli.app import INTERRUPTED
-from fla_train.hub.saved_config import assign
+from fla_train.utils.overrides import assign
 from fla_train.utils.safe_files import read_yaml
 
 GRACE = 45.0  # seconds before the end of --seconds in which runs save a checkpoint

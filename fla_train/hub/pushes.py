@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fla_train.hub.saved_config import assign
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.keys import key
+from fla_train.utils.overrides import assign
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
 

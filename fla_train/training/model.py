@@ -14,7 +14,7 @@ from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.card import CardInfo, recorded_config
 from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
 from fla_train.hub.paths import own_name, public_name
-from fla_train.hub.saved_config import flat, map_text
+from fla_train.hub.saved_config import map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
@@ -25,6 +25,7 @@ from fla_train.training.metrics import last_value
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.overrides import flat
 from fla_train.utils.records import read_metrics
 
 # A run may differ from `init_from` in these fields: they change no weight, and results only by rounding.

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from fla_train.data.cache import PreparedData, prepared_name
 from fla_train.data.config import absolute
 from fla_train.hub.checksums import find_export_damage
-from fla_train.hub.saved_config import flat, plain
 from fla_train.tasks import TaskConfig
 from fla_train.training import checkpoint
 from fla_train.training.config import AUTO, TrainConfig, load_config, with_model
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.keys import resume_rule
+from fla_train.utils.overrides import flat, plain
 from fla_train.utils.records import read_metrics
 
 VISIBLE = 60.0  # seconds within which a shared file system must show what another machine has written

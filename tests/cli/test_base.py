@@ -11,10 +11,10 @@ from fla_train.cli.base import with_base
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.export import export_model
-from fla_train.hub.saved_config import as_values
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig, register, resolve, to_config, to_yaml
+from fla_train.utils.overrides import as_data
 
 CORPUS = str(Path("corpus").absolute())
 OTHERS = ("trainer.eval_every=7", "model.num_householder=3", "data=local", "data.path=corpus")
@@ -72,9 +72,9 @@ def test_a_folder_alone_publishes_and_evaluates_nothing(run: Path, capfd: pytest
     "text", ["hydra.x=1", "++hydra.callbacks.x._target_=os.mkdir", "--config-dir=/", "-m", "~a", "a=1,2"]
 )
 def test_options_for_another_process_are_values(text: str):
-    assert as_values(["a=${oc.env:HOME}", "b=[1,x y]"]) == ["a='\\${oc.env:HOME}'", "b=[1,'x y']"]
+    assert as_data(["a=${oc.env:HOME}", "b=[1,x y]"]) == ["a='\\${oc.env:HOME}'", "b=[1,'x y']"]
     with pytest.raises(ValueError):
-        as_values([text])
+        as_data([text])
 
 
 def test_a_run_that_began_from_the_beginning_is_resumed(run: Path):

@@ -15,9 +15,9 @@ from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
-from fla_train.hub.saved_config import assign
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.utils.overrides import assign
 
 Command = Callable[..., tuple[int, str, str]]
 ODD = ["/ü/日本", "/runs (old)/x[1]", "/lr=1e-3/x", "a\\b'", "x{y}", "no\\'", "C:\\x", "ï/${x}", "1_0", "'a"]
