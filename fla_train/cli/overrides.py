@@ -191,10 +191,11 @@ def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exce
             f"{text}: there is no such option{_did_you_mean(close)}\n    options of {key}: {', '.join(known)}"
         )
     unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
-    named = (
-        unknown[1] if unknown and (known or unknown[1].startswith(key)) else key
-    )  # one in a file or a mapping
-    error = None if known and named == key and not unknown else key_error(repo, config, named)
+    if known and not unknown:
+        return f"{text}: {one_line(failure)}"
+    # The unknown key may be one in the file of an option, or in a mapping.
+    named = unknown[1] if unknown and (known or unknown[1].startswith(key)) else key
+    error = key_error(repo, config, named) or (unknown and f"no such key yet: write +{text} to add it")
     return f"{text}: {error or one_line(failure)}"
 
 

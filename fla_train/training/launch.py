@@ -12,7 +12,6 @@ from fla_train.data.cache import PreparedData, find_prepared
 from fla_train.data.prepare import check_first_document, prepare
 from fla_train.hub.push import check_access
 from fla_train.hub.pushes import HubPushes
-from fla_train.hub.saved_config import assign
 from fla_train.models.build import architecture, build_model_config, is_zoo
 from fla_train.training import checkpoint, worker
 from fla_train.training.agent import WorkersFailed, run_workers
@@ -46,6 +45,7 @@ from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
 from fla_train.utils.import_ahead import COMMAND
 from fla_train.utils.import_class import named_classes
+from fla_train.utils.overrides import assign
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_first, is_rank
 from fla_train.utils.scratch import scratch_folder

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fla_train.hub.saved_config import as_values, assign
 from fla_train.training.callback import Callback
+from fla_train.utils.overrides import as_data, assign
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import read_metrics
 from fla_train.utils.safe_files import read_json
@@ -81,7 +81,7 @@ class Suites(Callback):
         request = {"checkpoint": self.trainer.folder.export(step), "suite": self._suite, "output": output}
         try:
             output.mkdir(parents=True, exist_ok=True)
-            overrides = [*(assign(*item) for item in request.items()), *as_values(self._options)]
+            overrides = [*(assign(*item) for item in request.items()), *as_data(self._options)]
             self._process = start_command("eval", overrides, output / "eval.log")
         except OSError as failure:
             self.trainer.log(f"step {step:,}: suite {self._suite} can't start ({failure.strerror})")
