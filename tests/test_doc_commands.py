@@ -20,7 +20,7 @@ from fla_train.api import check_suite
 from fla_train.cli import app, doctor, export, generate, prepare, runs, train_list
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
-from fla_train.cli.bench_options import build_parser
+from fla_train.cli.bench import parse
 from fla_train.cli.overrides import as_written
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
@@ -150,10 +150,10 @@ def check(words: list[str]) -> None:
             config = app.compose("generate", as_written("generate", overrides))
             assert not find_errors(OmegaConf.to_object(config))
         case ["fla-bench", *arguments]:
-            request = build_parser().parse_args(arguments)
-            if request.command == "train":
+            _, options = parse(arguments)
+            if overrides := getattr(options, "overrides", None):
                 register()
-                validate(to_config(app.compose("train", request.overrides)))
+                validate(to_config(app.compose("train", overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
         case ["fla-runs", "train", *arguments]:

@@ -13,8 +13,7 @@ READS = {"load", "loads", "open", "Unpickler"}
 SAFE_YAML = {"BaseLoader", "SafeLoader", "CSafeLoader", "CBaseLoader"}
 # It pickles an exception and reads it back, to learn whether another process could.
 IN_MEMORY = {  # or what this process's own ranks have just left in its temporary folder
-    ("fla_train/bench/ranks.py", "pickle.loads(content)"),
-    ("fla_train/bench/ranks.py", "pickle.loads(Path(folder, f'rank-{rank}').read_bytes())"),
+    ("fla_train/bench/ranks.py", "pickle.loads(Path(folder, 'result').read_bytes())"),
 }
 
 

@@ -1,43 +1,45 @@
 """Check every backend of the operator on this machine, Triton's cases in parallel processes."""
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import torch
 
-from fla_train.bench import precompile
 from fla_train.kernels.delta_product.selfcheck import CASES, Case, CheckReport, check_backend
 
+PROCESSES = min(12, os.cpu_count() or 1)
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
 
 
 def checks() -> list[Combination]:
-    """The (backend, device, dtype) combinations to check on this machine, in the order of use."""
-    both = (torch.float32, torch.bfloat16)
-    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunk") for dtype in both]
+    """Return the (backend, device, dtype) combinations to check on this machine, in the order of use."""
+    dtypes = (torch.float32, torch.bfloat16)
+    combinations = [(name, "cpu", dtype) for name in ("recurrent", "chunk") for dtype in dtypes]
     if torch.cuda.is_available():
-        combinations += [(name, "cuda", dtype) for name in ("triton", "chunk") for dtype in both]
+        combinations += [(name, "cuda", dtype) for name in ("triton", "chunk") for dtype in dtypes]
     return combinations
 
 
 def compiled_cases(dtype: torch.dtype) -> list[Case]:
-    """The cases for Triton; in float32 the busy ones run no other kernel, and it compiles slowest."""
+    """Return Triton's cases. In fp32 the `busy` ones run no other kernel and are the slowest to compile."""
     return [case for case in CASES if dtype.itemsize == 2 or not case.busy]
 
 
-def run_checks(
-    combinations: Sequence[Combination], processes: int = precompile.PROCESSES
-) -> Iterator[CheckReport]:
-    """The reports in order. Each of Triton's cases runs in a process, because compiling takes its time."""
+def run_checks(combinations: Sequence[Combination], processes: int = PROCESSES) -> Iterator[CheckReport]:
+    """Yield the reports in order. Each of Triton's cases compiles in a process of its own."""
     torch.set_num_threads(1)
-    with precompile.pool(processes) as pool:
+    context, start = get_context("spawn"), torch.set_num_threads
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=start, initargs=(1,)) as pool:
         compiled = {
-            (backend, device, dtype): [
-                pool.submit(check_backend, backend, device, dtype, cases=[case])
-                for case in compiled_cases(dtype)
+            combination: [
+                pool.submit(check_backend, *combination, cases=[case])
+                for case in compiled_cases(combination[2])
             ]
-            for backend, device, dtype in combinations
-            if backend == "triton"
+            for combination in combinations
+            if combination[0] == "triton"
         }
         for combination in combinations:
             if combination in compiled:
@@ -46,8 +48,8 @@ def run_checks(
                 yield check_backend(*combination)
 
 
-def merge(parts: Sequence[CheckReport]) -> CheckReport:
-    """One report of the reports on several cases."""
-    rows = tuple(row for part in parts for row in part.rows)
-    failure = next((part.failure for part in parts if part.failure), None)
-    return replace(parts[0], rows=rows, failure=failure)
+def merge(reports: Sequence[CheckReport]) -> CheckReport:
+    """Combine the reports on several cases of one backend."""
+    rows = tuple(row for report in reports for row in report.rows)
+    failure = next((report.failure for report in reports if report.failure), None)
+    return replace(reports[0], rows=rows, failure=failure)

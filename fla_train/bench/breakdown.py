@@ -1,103 +1,49 @@
-"""Split the time of a training step by kind of work, from a profiler's trace.
+"""Split the GPU time of a training step by kind of work, from a profiler's trace: each kernel by its name."""
 
-On a GPU each kernel counts by its name. On a CPU each operation counts by the profiler's self time, its own
-name and the names of those that called it: backward passes of custom functions carry the function's name.
-"""
-
+import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from fla_train.bench.measure import trace_events
-
-KINDS = ("operator", "matmuls", "elementwise", "loss", "optimizer", "communication", "copies", "other")
-
-# The first match counts. "operator" is what mixes tokens: the delta product, a peer's, or attention.
-GPU_KERNELS = (
-    ("communication", re.compile(r"^nccl")),
-    ("copies", re.compile(r"multi_tensor_apply.*Copy")),  # gradients to one tensor that is reduced
-    ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam")),
-    (
-        "operator",
-        re.compile(
-            r"^(chunk|fused_recurrent|segment|mixer_step|attention_step)_|delta|wy_|tril|flash|fmha|sdpa"
-        ),
+# The first match counts. "operator" mixes tokens: the delta product, a peer's, or attention. Copies by
+# multi_tensor_apply collect gradients in the one tensor that is reduced.
+GPU_KERNELS = {
+    "communication": r"^nccl",
+    "copies": r"multi_tensor_apply.*Copy",
+    "optimizer": r"multi_tensor_apply|FusedAdam",
+    "operator": r"^(chunk|fused_recurrent|segment|mixer_step|attention_step)_|delta|wy_|tril|flash|fmha|sdpa",
+    "loss": r"consume_kernel|cross_entropy|SoftMax|nll_loss",
+    "matmuls": r"(?i:gemm|cutlass|nvjet|xmma|splitK|cublas)|^linear_step",
+    "elementwise": (
+        r"forward_kernel|backward_kernel|rotate_kernel|sum_rows|elementwise|reduce|norm|conv|swiglu"
+        r"|cast_kernel|amax_kernel|at::native"
     ),
-    ("loss", re.compile(r"consume_kernel|cross_entropy|SoftMax|nll_loss")),
-    ("matmuls", re.compile(r"gemm|cutlass|nvjet|xmma|splitK|cublas|^linear_step", re.IGNORECASE)),
-    (
-        "elementwise",
-        re.compile(
-            r"forward_kernel|backward_kernel|rotate_kernel|sum_rows|elementwise|reduce|norm|conv|swiglu|cast_kernel|amax_kernel|at::native"
-        ),
-    ),
-)
-MATMULS = re.compile(r"^aten::(_?addmm|mm|bmm|baddbmm|matmul|linear)_?$")
-CPU_CALLERS = (
-    ("communication", re.compile(r"c10d::|gloo:|record_param_comms")),
-    ("optimizer", re.compile(r"Optimizer\.step")),
-    ("operator", re.compile(r"DeltaProduct|[Aa]ttention")),
-)
-CPU_LOSS = re.compile(r"LinearCrossEntropy|log_softmax|LogSoftmax|nll_loss|NllLoss")
+}
 
 
-def breakdown(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Milliseconds of `run` by kind; kinds without any are left out. Streams that overlap count in full."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as trace:
+def breakdown(run: Callable[[], object]) -> dict[str, float]:
+    """Return the milliseconds of `run` on the GPU by kind. Overlapping streams count in full."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    if device.type == "cuda":
-        return gpu_time_by_kind(trace_events(trace))
-    return _summed((cpu_kind(_path(event)), event.self_cpu_time_total) for event in trace.events())
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(file))
+        return by_kind(json.loads(file.read_text())["traceEvents"])
 
 
-def gpu_time_by_kind(events: Sequence[dict]) -> dict[str, float]:
-    """The same, of the events of a Chrome trace (times in microseconds)."""
-    return _summed(_gpu_times(events))
-
-
-def _summed(microseconds: Iterable[tuple[str, float]]) -> dict[str, float]:
-    times: defaultdict[str, float] = defaultdict(float)
-    for kind, time in microseconds:
-        times[kind] += time / 1e3
-    return {kind: times[kind] for kind in KINDS if kind in times}
-
-
-def _gpu_times(events: Sequence[dict]) -> Iterator[tuple[str, float]]:
+def by_kind(events: Sequence[dict]) -> dict[str, float]:
+    """Return the milliseconds by kind of the events of a Chrome trace, which have microseconds."""
+    times = Counter()
     for event in events:
-        category = event.get("cat")
-        if category in ("gpu_memcpy", "gpu_memset"):
-            yield "copies", event["dur"]
-        elif category == "kernel":
-            yield gpu_kind(event["name"]), event["dur"]
-
-
-def gpu_kind(kernel: str) -> str:
-    """What a GPU kernel of this name does."""
-    return next((kind for kind, pattern in GPU_KERNELS if pattern.search(kernel)), "other")
-
-
-def _path(event: FunctionEvent) -> list[str]:
-    """Names from the outermost caller to the operation itself."""
-    return [*(_path(event.cpu_parent) if event.cpu_parent else []), event.name]
-
-
-def cpu_kind(path: Sequence[str]) -> str:
-    """What an operation does, by the names from the outermost caller to itself."""
-    names = " ".join(path)
-    for kind, pattern in CPU_CALLERS:
-        if pattern.search(names):
-            return kind
-    if any(MATMULS.match(name) for name in path):
-        return "matmuls"
-    if CPU_LOSS.search(names):
-        return "loss"
-    return "elementwise" if path[-1].startswith("aten::") else "other"
+        if event.get("cat") in ("gpu_memcpy", "gpu_memset"):
+            times["copies"] += event["dur"] / 1e3
+        elif event.get("cat") == "kernel":
+            matches = (kind for kind, pattern in GPU_KERNELS.items() if re.search(pattern, event["name"]))
+            times[next(matches, "other")] += event["dur"] / 1e3
+    return dict(times.most_common())

@@ -1,120 +1,99 @@
-"""Compare kernels on one problem: check each one's numbers, then time those that are right."""
+"""Compare kernels on the same inputs: check each kernel's results, then time it."""
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from fla_train.bench.measure import median_times, peak_memory, recorded, tolerance
+from fla_train.bench import measure
+from fla_train.bench.report import Report, Row
+
+if TYPE_CHECKING:
+    from fla_train.bench.fused_op_cases import Case
+    from fla_train.bench.implementations import Problem
+
+COLUMNS = (
+    *("kernel", "forward_ms", "forward_%_of_bound", "both_ms", "both_%_of_bound", "extra_memory_MiB"),
+    *("output_error", "worst_gradient", "note"),
+)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A kernel with its inputs at hand."""
+class Implementation:
+    """A kernel under its name: a function of a `Problem` or a fused op's `Case`.
+
+    `limit` returns why it does not support some inputs, or None.
+    """
 
     name: str
-    forward: Callable[[], object]  # a pass that keeps nothing for a backward pass
-    both: Callable[[], object]  # forward and backward
-    errors: Callable[[], dict[str, float]]  # relative RMS by tensor
-    limit: str | None = None  # why the problem is beyond it
-    aside: Callable[[], object] | None = None  # what `both` does besides the kernel: its time is taken off
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found of one kernel. No speed is given where `refused` says why."""
-
-    kernel: str
-    errors: dict[str, float] = field(default_factory=dict)  # relative RMS by tensor: o, dq, dk, ...
-    refused: str | None = None
-    forward_ms: float | None = None
-    both_ms: float | None = None
-    memory_bytes: int | None = None  # peak of forward and backward beyond the inputs
+    run: Callable[[Any], Tensor | tuple[Tensor, ...]]
+    limit: Callable[[Any], str | None] = lambda inputs: None
 
 
 def compare(
-    entries: Sequence[Entry],
-    dtype: torch.dtype,
-    device: torch.device,
+    work: "Problem | Case",
+    implementations: Sequence[Implementation],
+    report: Report,
     *,
-    rounds: int,
     graphs: bool = False,
-    patience: float = 0,
-) -> Iterator[Finding]:
-    """Measure the entries; one that fails or is wrong gets no time.
+) -> Iterator[Row]:
+    """Measure the implementations. One that fails or computes wrong numbers gets no time.
 
     Args:
-        dtype: of the inputs, which says what error is rounding.
-        rounds: samples of each time on a CPU.
-        graphs: on a GPU, time CUDA graphs: for kernels that are shorter than their launch.
-        patience: seconds an entry gets to compile, to tune itself and to be checked; 0: any number.
+        report: has the device and the dtype of the inputs, which decides what error is rounding.
+        graphs: time CUDA graphs on a GPU, for kernels that are shorter than their launch.
     """
-    found: dict[str, dict[str, float]] = {}
-    memory, sound = {}, []
-    for entry in entries:
-        name = entry.name
-        if entry.limit is not None:
-            yield Finding(name, refused=entry.limit)
+    for implementation in implementations:
+        row: Row = {"kernel": implementation.name}
+        if reason := implementation.limit(work):
+            yield row | {"note": reason}
             continue
         try:
-            with _limited(patience) if patience else nullcontext():
-                entry.both()  # compiles and warms up too
-                timed = _recorded(entry, device) if graphs else entry
-                found[name], memory[name] = entry.errors(), peak_memory(entry.both, device)
-        except Exception as failure:  # of any kind a compiler, a launch or a peer's own check may raise
-            line = " ".join(str(failure).split())[:160]
-            yield Finding(name, refused=f"{type(failure).__name__}: {line}")
-            continue
-        if (error := validation_error(found[name], dtype)) is not None:
-            yield Finding(name, found[name], error)
-            continue
-        sound.append(timed)
-    forward = median_times({entry.name: entry.forward for entry in sound}, device, rounds)
-    both = median_times({entry.name: entry.both for entry in sound}, device, rounds)
-    asides = {entry.name: entry.aside for entry in sound if entry.aside is not None}
-    for name, time in median_times(asides, device, rounds).items():
-        both[name] -= time
-    for entry in sound:
-        name = entry.name
-        yield Finding(name, found[name], None, forward[name], both[name], memory[name])
+            row |= _measure(implementation, work, report, graphs)
+        except Exception as failure:  # raised by a compiler, a launch, or a peer's own check
+            row["note"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:160]}"
+        yield row
 
 
-def validation_error(found: dict[str, float], dtype: torch.dtype) -> str | None:
-    """Which errors are out of bounds, NaN included; None if the kernel is right."""
-    wrong = [
-        f"{name} {error:.1e} > {tolerance(name, dtype):.0e}"
-        for name, error in found.items()
-        if not error <= tolerance(name, dtype)
-    ]
-    return f"wrong by {', '.join(wrong)}" if wrong else None
+def _measure(implementation: Implementation, work: "Problem | Case", report: Report, graphs: bool) -> Row:
+    errors = work.errors(implementation.run)
+    outputs = {name: error for name, error in errors.items() if name in work.output_gradients}
+    gradients = {name: error for name, error in errors.items() if name not in outputs}
+    row = {"errors": errors, "output_error": worst(outputs), "worst_gradient": worst(gradients)}
+    if wrong := out_of_bounds(errors, report.dtype):
+        return row | {"note": f"wrong: {wrong}"}
+
+    def forward() -> None:
+        with torch.no_grad():
+            implementation.run(work)
+
+    both = partial(measure.forward_backward, implementation.run, work)
+    if report.device.type == "cuda":
+        row["extra_memory_MiB"] = measure.peak_memory(both) / 2**20
+    for name, run in (("forward", forward), ("both", both)):
+        timed = measure.recorded(run, report.device) if graphs else run
+        row[f"{name}_ms"] = measure.median_ms(timed, report.device)
+    if report.ceilings:
+        forward_bound, both_bound = work.bounds(report.ceilings)
+        row["forward_%_of_bound"] = 1e5 * forward_bound / row["forward_ms"]
+        row["both_%_of_bound"] = 1e5 * both_bound / row["both_ms"]
+    return row
 
 
-def worst(errors: dict[str, float]) -> str:
-    """The largest error and whose it is, for a table."""
-    name = max(errors, key=errors.__getitem__, default=None)
-    return "-" if name is None else f"{name} {errors[name]:.1e}"
-
-
-def _recorded(entry: Entry, device: torch.device) -> Entry:
-    aside = None if entry.aside is None else recorded(entry.aside, device)
-    return replace(
-        entry, forward=recorded(entry.forward, device), both=recorded(entry.both, device), aside=aside
+def out_of_bounds(errors: dict[str, float], dtype: torch.dtype) -> str:
+    """Return the errors above their tolerance as text; a NaN is above any."""
+    bounds = {name: measure.tolerance(name, dtype) for name in errors}
+    return ", ".join(
+        f"{name} {error:.1e} > {bounds[name]:.0e}"
+        for name, error in errors.items()
+        if not error <= bounds[name]
     )
 
 
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `seconds`, once it is back from compiled code."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"was not ready after {seconds:g} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+def worst(errors: dict[str, float]) -> str:
+    """Return the largest error with the name of its tensor."""
+    name = max(errors, key=errors.__getitem__)
+    return f"{name} {errors[name]:.1e}"

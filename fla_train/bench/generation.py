@@ -1,107 +1,84 @@
-"""`fla-bench decode --model`: time and memory of `model.generate` by context and batch, beside peers.
+"""`fla-bench generate`: time and memory of `model.generate` by context and batch, compared with peers.
 
-The time of a token is what `generate` takes for `tokens` more new ones. A cache that has read the prompt is
-copied for each call, so that reading it adds no noise. fla's own cache class is not copied: its model reads
-the prompt in each call. Where a batch of our prompts would be more than `LONGEST` tokens, one prompt is read
-and its states serve all sequences; the states of a peer grow with the context, and it reads all or has no
-time.
+The time per token is that of `tokens` more new tokens. A cache that holds the prompt is copied for each call,
+so reading the prompt adds no noise. fla's own cache class cannot be copied, so its model reads the prompt in
+each call. If the prompts of a batch exceed `MAX_PROMPT_TOKENS` together, our model reads one prompt and its
+states serve all sequences. The states of a peer grow with the context, so it is not timed there.
 """
 
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from fla_train.bench.models import COMPILED, build
+from fla_train.bench.models import COMPILED, Compose, build
+from fla_train.bench.options import Generate, check_names
+from fla_train.bench.report import Report, Row
 from fla_train.models import DeltaProductConfig
 from fla_train.models.cache import CACHE_NAME
 from fla_train.training.config import TrainConfig
 
-GENERATING = ("ours", "transformer", "llama", "fla", f"transformer{COMPILED}", f"llama{COMPILED}")
-LONGEST = 1 << 18  # tokens of all prompts that are read
+MODELS = ("ours", "transformer", "llama", "fla", f"transformer{COMPILED}", f"llama{COMPILED}")
+MAX_PROMPT_TOKENS = 1 << 18
 
-HEADER = (
-    "| model | batch | context | prompt ms | ms a token | tokens/s | GiB |",
-    "|---|---|---|---|---|---|---|",
-)
+COLUMNS = ("model", "batch", "context", "prompt_ms", "token_ms", "tokens_per_second", "memory_GiB", "note")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model, batch and context; times are None where it cannot run."""
+def run(options: Generate, report: Report, compose: Compose) -> None:
+    """Measure our model and the peers (from `MODELS`) for each batch and context.
 
-    model: str
-    batch: int
-    context: int
-    prompt_milliseconds: float | None  # reading the prompt and choosing one token
-    milliseconds: float | None  # of a further token of all sequences
-    gibibytes: float | None  # peak of the device's memory
-    error: str = ""
+    A compiled model steps with transformers' static cache under torch.compile, and reads prompts without it.
 
-    def markdown(self) -> str:
-        """The row of the table under `HEADER`."""
-        if self.milliseconds is None:
-            return f"| {self.model} | {self.batch} | {self.context} | {self.error} | | | |"
-        memory = "" if self.gibibytes is None else f"{self.gibibytes:.1f}"
-        return (
-            f"| {self.model} | {self.batch} | {self.context} | {self.prompt_milliseconds:.0f} "
-            f"| {self.milliseconds:.3f} | {1e3 * self.batch / self.milliseconds:,.0f} | {memory} |"
-        )
-
-
-def bench_generation(
-    names: list[str],
-    config: TrainConfig,
-    batches: list[int],
-    contexts: list[int],
-    *,
-    tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[Row]:
-    """A row for each model of `GENERATING`, batch and context; one where a peer's package is absent.
-
-    A compiled model steps by transformers' static cache and torch.compile, and reads prompts without.
+    Raises:
+        ValueError: a peer is not known.
     """
-    config.trainer.seq_len = max(contexts) + tokens + 2  # positions of a peer
+    check_names("--peers", options.peers, MODELS)
+    config = compose(options.overrides)
+    config.trainer.seq_len = max(options.contexts) + options.new_tokens + 2  # positions of a peer
     config.model = {**config.model, "vocab_size": config.model["vocab_size"] or DeltaProductConfig.vocab_size}
-    for name in names:
+    report.table("rows", COLUMNS, _rows(options, report, config))
+
+
+def _rows(options: Generate, report: Report, config: TrainConfig) -> Iterator[Row]:
+    for name in ("ours", *options.peers):
         torch.manual_seed(0)
         try:
-            with torch.device(device):
-                model = build(name.removesuffix(COMPILED), config).to(dtype).eval()
-        except ImportError as absent:
-            yield Row(name, batches[0], contexts[0], None, None, None, " ".join(str(absent).split()))
+            with torch.device(report.device):
+                model = build(name.removesuffix(COMPILED), config).to(report.dtype).eval()
+        except ImportError as missing:
+            yield {"model": name, "note": str(missing)}
             continue
-        for batch in batches:
-            for context in contexts:
-                yield _row(name, model, batch, context, tokens)
+        for batch, context in product(options.batch, options.contexts):
+            row = {"model": name, "batch": batch, "context": context}
+            yield row | _time(name, model, batch, context, options.new_tokens)
         del model
 
 
-def _row(name: str, model: PreTrainedModel, batch: int, context: int, tokens: int) -> Row:
+def _time(name: str, model: PreTrainedModel, batch: int, context: int, tokens: int) -> Row:
     on_gpu = model.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    shared = name == "ours" and batch * context > LONGEST
-    if batch * context > LONGEST and not shared:
-        return Row(name, batch, context, None, None, None, "more than is read")
-    size = 1 if shared else batch, context + 1
+    one_prompt = batch * context > MAX_PROMPT_TOKENS
+    if one_prompt and name != "ours":
+        return {"note": f"more than {MAX_PROMPT_TOKENS} tokens of prompts"}
+    size = 1 if one_prompt else batch, context + 1
     prompts = torch.randint(1, model.config.vocab_size, size, device=model.device)
 
     def run(ids: Tensor, new_tokens: int, cache: Cache | None) -> float:
-        torch.cuda.synchronize() if on_gpu else None
-        begin, given = time.perf_counter(), {} if cache is None else {CACHE_NAME: cache}
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = model.generate(ids, max_new_tokens=new_tokens, **given, **options)
-        assert found.shape == (len(ids), ids.shape[1] + new_tokens)
-        torch.cuda.synchronize() if on_gpu else None
-        return 1e3 * (time.perf_counter() - begin)
+        options |= {} if cache is None else {CACHE_NAME: cache}
+        synchronize()
+        start = time.perf_counter()
+        output = model.generate(ids, max_new_tokens=new_tokens, **options)
+        synchronize()
+        assert output.shape == (len(ids), ids.shape[1] + new_tokens)
+        return 1e3 * (time.perf_counter() - start)
 
     def read() -> tuple[float, Cache | None]:
         cache = None if name == "fla" else DynamicCache(config=model.config)
@@ -110,11 +87,11 @@ def _row(name: str, model: PreTrainedModel, batch: int, context: int, tokens: in
     try:
         read()  # compiles
         before = torch.cuda.memory_allocated()
-        prompt, cache = read()
-        if shared:
+        prompt_ms, cache = read()
+        if one_prompt:
             cache.reorder_cache(torch.zeros(batch, dtype=torch.long, device=model.device))
         if name.endswith(COMPILED):
-            torch.compiler.reset()  # else dynamo stops compiling after some sizes
+            torch.compiler.reset()  # dynamo stops compiling after some sizes otherwise
             cache = _static(cache, model, context + tokens + 2)
         peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated() - before
         if on_gpu:
@@ -123,23 +100,25 @@ def _row(name: str, model: PreTrainedModel, batch: int, context: int, tokens: in
         run(ids, tokens + 1, _rewound(cache, context))  # compiles and records
         few, many = (min(run(ids, n, _rewound(cache, context)) for _ in range(3)) for n in (1, tokens + 1))
     except torch.OutOfMemoryError:
-        return Row(name, batch, context, None, None, None, "out of memory")
+        return {"note": "out of memory"}
     kept = 0 if isinstance(cache, StaticCache) else kept  # the other caches ran as copies
-    peak = max(peak, torch.cuda.max_memory_allocated() - kept)
-    gibibytes = peak / 2**30 if on_gpu else None
-    return Row(name, batch, context, prompt, max(many - few, 1e-6) / tokens, gibibytes)
+    token_ms = max(many - few, 1e-6) / tokens
+    row = {"prompt_ms": prompt_ms, "token_ms": token_ms, "tokens_per_second": 1e3 * batch / token_ms}
+    if on_gpu:
+        row["memory_GiB"] = max(peak, torch.cuda.max_memory_allocated() - kept) / 2**30
+    return row
 
 
-def _static(cache: Cache, model: PreTrainedModel, places: int) -> StaticCache:
-    """A static cache with the keys and values of another."""
-    static = StaticCache(config=model.config, max_cache_len=places)
-    for own, layer in zip(static.layers, cache.layers, strict=True):
-        own.update(layer.keys, layer.values)
+def _static(cache: Cache, model: PreTrainedModel, length: int) -> StaticCache:
+    """Return a static cache with the keys and values of another cache."""
+    static = StaticCache(config=model.config, max_cache_len=length)
+    for target, source in zip(static.layers, cache.layers, strict=True):
+        target.update(source.keys, source.values)
     return static
 
 
 def _rewound(cache: Cache | None, context: int) -> Cache | None:
-    """A cache after `context` tokens: a copy, or the same static one, whose addresses a graph has."""
+    """Return the cache after `context` tokens: a copy, or the same static one, which a graph reads."""
     if not isinstance(cache, StaticCache):
         return copy.deepcopy(cache)
     for layer in cache.layers:

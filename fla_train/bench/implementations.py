@@ -1,25 +1,29 @@
 """Implementations of the operator to compare: this project's backends, and other installed packages.
 
 An implementation takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same
-tensors in their own layout, so no copy of ours counts as their time (but for beta, which is small).
+tensors in their own layout, so their time includes no copies, except of beta, which is small.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.bench.roofline import Shape
+from fla_train.bench.compare import Implementation
+from fla_train.bench.measure import forward_backward
+from fla_train.bench.roofline import Ceilings, Shape, bounds
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.recurrent import compute_dtype
+from fla_train.kernels.delta_product.selfcheck import relative_rms
 
-Task = TypeVar("Task")  # what an implementation is run on: a Problem, or a case of a fused op
+# Errors of gradients with an RMS below this fraction of the largest gradient's are relative to that fraction:
+# some gradients are zero, or vanish compared with the terms that they sum. Others have 2e-2 and more.
+MIN_GRADIENT = 1e-2
 
 
 @dataclass(frozen=True)
@@ -33,43 +37,73 @@ class Problem:
     beta: Tensor  # [B, T, N, H]
     g: Tensor | None  # [B, T, H]
     do: Tensor  # [B, T, H, V]
-    norm: (
-        bool  # whether the implementation divides q and k by their norms; else they are unit vectors already
-    )
+    norm: bool  # the implementation divides q and k by their norms; otherwise they are unit vectors
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that get a gradient."""
+        """Return the tensors that get a gradient."""
         named = {"q": self.q, "k": self.k, "v": self.v, "beta": self.beta, "g": self.g}
         return {name: x for name, x in named.items() if x is not None}
 
     @property
     def output_gradients(self) -> dict[str, Tensor]:
-        """By output: o has one."""
+        """Return the gradient of o by its name."""
         return {"o": self.do}
+
+    def bounds(self, ceilings: Ceilings) -> tuple[float, float]:
+        """Return the least seconds of a forward pass, and of forward and backward."""
+        return bounds(self.shape, ceilings)
+
+    def errors(self, run: Callable[["Problem"], Tensor]) -> dict[str, float]:
+        """Return relative RMS errors |x - reference| / |reference| of o and each gradient of `run`.
+
+        The reference is the `chunk` backend in fp64 on the CPU, which has no kernels. It computes the last
+        head of q and k, with the heads of v that share it, of the last sequence.
+        """
+        results = forward_backward(run, self)
+
+        def last(name: str, x: Tensor) -> Tensor:
+            heads = 1 if name in ("q", "k") else self.shape.group
+            head_axis = 3 if name in ("k", "v", "beta") else 2
+            start = x.shape[head_axis] - heads
+            return x.detach()[-1:].narrow(head_axis, start, heads).cpu().double()
+
+        leaves = {name: last(name, x).requires_grad_() for name, x in self.leaves.items()}
+        exact = replace(self, **leaves, do=last("o", self.do))
+        expected = forward_backward(partial(operator, backend="chunk"), exact)
+        largest = max(x.square().mean().sqrt().item() for name, x in expected.items() if name != "o")
+        return {
+            name: relative_rms(
+                last(name.removeprefix("d"), results[name]),
+                x,
+                least=1e-30 if name == "o" else MIN_GRADIENT * largest * x.numel() ** 0.5,
+            )
+            for name, x in expected.items()
+        }
 
 
 def make_problem(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, norm: bool, seed: int = 0
 ) -> Problem:
-    """Random inputs like those of a trained model: open gates, beta uniform in (0, 2).
+    """Draw inputs like those of a trained model: open gates, beta uniform in (0, 2).
 
-    Beta has few enough digits for any dtype, so that a peer that wants it in the dtype of q loses nothing.
+    Beta is rounded to the digits that bf16 and fp16 share, so a peer that takes it in the dtype of q loses
+    nothing.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    rows = (shape.batch, shape.tokens)
+    rows, steps = (shape.batch, shape.tokens), shape.num_householder
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*rows, *sizes, generator=generator, device=device)
 
     keys = shape.heads // shape.group, shape.key_dim
-    q, k = normal(*keys), normal(shape.num_householder, *keys)
+    q, k = normal(*keys), normal(steps, *keys)
     if not norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    v, do = normal(shape.num_householder, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)
+    v, do = normal(steps, shape.heads, shape.value_dim), normal(shape.heads, shape.value_dim)
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
     wide = compute_dtype(q)
-    beta = 2 * torch.rand(*rows, shape.num_householder, shape.heads, generator=generator, device=device)
+    beta = 2 * torch.rand(*rows, steps, shape.heads, generator=generator, device=device)
     beta = beta.bfloat16().half().to(wide)
     g = (-0.1 * F.softplus(normal(shape.heads))).to(wide) if shape.gated else None
     problem = Problem(shape, q, k, v, beta, g, do, norm)
@@ -78,155 +112,95 @@ def make_problem(
     return problem
 
 
-@dataclass(frozen=True)
-class Implementation(Generic[Task]):
-    """A kernel under its name. `limit` says why a problem is beyond it, None where it can be run."""
-
-    name: str
-    run: Callable[[Task], Tensor | tuple[Tensor, ...]]
-    limit: Callable[[Task], str | None] = lambda problem: None
-    overwrites: tuple[str, ...] = ()  # leaves that its backward pass turns into their gradients
-
-
-def operator(problem: Problem, backend: str = "triton", recompute: bool = False) -> Tensor:
-    """o [B, T, H, V] of `delta_product`."""
+def operator(problem: Problem, backend: str = "triton") -> Tensor:
+    """Return o [B, T, H, V] of `delta_product`."""
     p = problem
-    options = {"qk_l2norm": p.norm, "backend": backend, "recompute": recompute}
-    return delta_product(p.q, p.k, p.v, p.beta, p.g, **options)[0]
+    return delta_product(p.q, p.k, p.v, p.beta, p.g, qk_l2norm=p.norm, backend=backend)[0]
 
 
-def ours(backends: Sequence[str], recompute: bool = False) -> list[Implementation]:
-    """The project's backends; with `recompute` each also recomputed."""
-    ways = {"": False, ", recomputed": True} if recompute else {"": False}
-    return [
-        Implementation(f"fla_train {backend}{way}", partial(operator, backend=backend, recompute=value))
-        for backend in backends
-        for way, value in ways.items()
-    ]
+def ours(backends: Iterable[str]) -> list[Implementation]:
+    """Return this project's backends."""
+    return [Implementation(f"fla_train {name}", partial(operator, backend=name)) for name in backends]
 
 
 def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
-    """The peers that can run on `device`, and one line for each that cannot with the reason."""
+    """Return the peers that run on `device`, and the names of packages that are not installed."""
     if device.type == "cpu":
-        return [
-            Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_householder_step)
-        ], []
-    found, missing = [], []
-    packages = {
-        "fla": _fla_implementations,
-        "flash_qla": _qla_implementations,
-        "attn_gym": _attn_gym_implementations,
-    }
-    for package, implementations in packages.items():
-        if find_spec(package) is None:
-            missing.append(f"{package} is not installed")
-        else:
-            found += implementations()
-    return found, missing
+        return [Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_step)], []
+    missing = [package for package in PEERS if find_spec(package) is None]
+    return [x for package, found in PEERS.items() if package not in missing for x in found], missing
 
 
-def _one_householder_step(problem: Problem) -> str | None:
-    return None if problem.shape.num_householder == 1 else "knows one Householder step per token only"
+def _one_step(p: Problem) -> str | None:
+    return None if p.shape.num_householder == 1 else "supports one Householder step per token"
 
 
-def _flat(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v [B, T N, H, .] and beta [B, T N, H]: the Householder steps as further positions of the sequence.
+def _one_gated_step(p: Problem) -> str | None:
+    return _one_step(p) or (None if p.shape.gated else "needs a gate")
 
-    Beta in the dtype of q, as the peers' own layers pass it.
+
+def _one_ungated_step(p: Problem) -> str | None:
+    return _one_step(p) or ("has no gate" if p.shape.gated else None)
+
+
+def _several_steps(p: Problem) -> str | None:
+    return "needs two Householder steps or more" if p.shape.num_householder == 1 else None
+
+
+def _flat(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Return k, v [B, T N, H, .] and beta [B, T N, H], with Householder steps as further positions.
+
+    Beta has the dtype of q, as in the peers' own layers.
     """
-    beta = problem.beta.flatten(1, 2).to(problem.q.dtype)
-    return problem.k.flatten(1, 2), problem.v.flatten(1, 2), beta
+    return p.k.flatten(1, 2), p.v.flatten(1, 2), p.beta.flatten(1, 2).to(p.q.dtype)
 
 
-def _transformers(problem: Problem) -> Tensor:
-    """The PyTorch path that transformers' Qwen3-Next takes without a GPU."""
-    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    k, v, beta = _flat(problem)
-    g = torch.zeros_like(beta) if problem.g is None else problem.g
-    o, _ = module.torch_chunk_gated_delta_rule(
-        problem.q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=problem.norm
-    )
-    return o
+def _transformers(p: Problem) -> Tensor:
+    """Run the PyTorch path of transformers' Qwen3-Next."""
+    rule = import_module("transformers.models.qwen3_next.modeling_qwen3_next").torch_chunk_gated_delta_rule
+    k, v, beta = _flat(p)
+    g = torch.zeros_like(beta) if p.g is None else p.g
+    return rule(p.q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
-def _fla_implementations() -> list[Implementation]:
-    """flash-linear-attention. With FlashQLA installed its gated delta rule hands over to that package."""
-
-    def delta_rule(p: Problem) -> Tensor:
-        kernel = import_module("fla.ops.delta_rule").chunk_delta_rule
-        k, v, beta = _flat(p)
-        return kernel(p.q, k, v, beta, use_qk_l2norm_in_kernel=p.norm)[0]
-
-    def gated_delta_rule(p: Problem) -> Tensor:
-        kernel = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        k, v, beta = _flat(p)
-        return kernel(p.q, k, v, p.g, beta, use_qk_l2norm_in_kernel=p.norm)[0]
-
-    def product(p: Problem) -> Tensor:
-        kernel = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
-        k, v, beta = _flat(p)
-        return kernel(p.q, k, v, p.g, beta, p.shape.num_householder, use_qk_l2norm_in_kernel=p.norm)[0]
-
-    def gate(wanted: bool) -> Callable[[Problem], str | None]:
-        def limit(p: Problem) -> str | None:
-            return _one_householder_step(p) or (
-                None if p.shape.gated == wanted else "is for the other kind of gate"
-            )
-
-        return limit
-
-    def several(p: Problem) -> str | None:
-        return "is for two Householder steps or more" if p.shape.num_householder == 1 else None
-
-    by = " (may run FlashQLA)" if find_spec("flash_qla") else ""
-    return [
-        Implementation("fla chunk_delta_rule", delta_rule, gate(False)),
-        Implementation(f"fla chunk_gated_delta_rule{by}", gated_delta_rule, gate(True)),
-        Implementation("fla chunk_gated_delta_product", product, several),
-    ]
+def _fla_delta_rule(p: Problem) -> Tensor:
+    kernel = import_module("fla.ops.delta_rule").chunk_delta_rule
+    return kernel(p.q, *_flat(p), use_qk_l2norm_in_kernel=p.norm)[0]
 
 
-def _qla_implementations() -> list[Implementation]:
-    """FlashQLA, with beta in the dtype of q. It computes the norm by a kernel before the others."""
-
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, norm: bool) -> Tensor:
-        kernel = import_module("flash_qla").chunk_gated_delta_rule
-        return kernel(q=q, k=k, v=v, g=g, beta=beta.to(q.dtype), use_qk_l2norm_in_kernel=norm)[0]
-
-    return [_gated_delta_rule("FlashQLA chunk_gated_delta_rule", rule)]
+def _fla_gated_delta_rule(p: Problem) -> Tensor:
+    kernel = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    k, v, beta = _flat(p)
+    return kernel(p.q, k, v, p.g, beta, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
-def _attn_gym_implementations() -> list[Implementation]:
-    """attn-gym, with its kernel for the norm. Its gated delta rule takes g and beta in fp32."""
-
-    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, norm: bool) -> Tensor:
-        linear = import_module("attn_gym.linear")
-        q, k = (linear.l2norm(q), linear.l2norm(k)) if norm else (q, k)
-        return linear.chunk_gdn(q, k, v, g, beta)[0]
-
-    return [_gated_delta_rule("attn-gym chunk_gdn", rule)]
+def _fla_gated_delta_product(p: Problem) -> Tensor:
+    kernel = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
+    k, v, beta = _flat(p)
+    return kernel(p.q, k, v, p.g, beta, p.shape.num_householder, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
-def _gated_delta_rule(name: str, rule: Callable[..., Tensor]) -> Implementation:
-    """A peer that has a gate always, and one Householder step.
+def _flash_qla(p: Problem) -> Tensor:
+    kernel = import_module("flash_qla").chunk_gated_delta_rule
+    k, v, beta = _flat(p)
+    return kernel(q=p.q, k=k, v=v, g=p.g, beta=beta, use_qk_l2norm_in_kernel=p.norm)[0]
 
-    More steps are a longer sequence whose queries are zero but for the last of each token.
 
-    Args:
-        rule: of q, k [B, T, H, K], v [B, T, H, V], g and beta [B, T, H] in fp32, and whether q and k are
-            normalised; returns o [B, T, H, V].
-    """
+def _attn_gym(p: Problem) -> Tensor:
+    """Run attn-gym, which takes beta in fp32, after its kernel for the norm."""
+    linear = import_module("attn_gym.linear")
+    (q, k), v, beta = (p.q, p.k.flatten(1, 2)), p.v.flatten(1, 2), p.beta.flatten(1, 2)
+    q, k = (linear.l2norm(q), linear.l2norm(k)) if p.norm else (q, k)
+    return linear.chunk_gdn(q, k, v, p.g, beta)[0]
 
-    def run(p: Problem) -> Tensor:
-        q, k, v, beta = p.q, p.k.flatten(1, 2), p.v.flatten(1, 2), p.beta.flatten(1, 2)
-        if p.shape.num_householder == 1:
-            return rule(q, k, v, p.g, beta, norm=p.norm)
-        queries, g = torch.zeros_like(p.k), p.g.new_zeros(p.beta.shape)
-        queries[:, :, -1], g[:, :, 0] = q, p.g
-        o = rule(queries.flatten(1, 2), k, v, g.flatten(1, 2), beta, norm=p.norm)
-        return o.unflatten(1, p.k.shape[1:3])[:, :, -1].contiguous()
 
-    def limit(p: Problem) -> str | None:
-        return None if p.shape.gated else "needs a gate"
-
-    return Implementation(name, run, limit)
+# With FlashQLA installed, fla's gated delta rule may call it.
+PEERS = {
+    "fla": [
+        Implementation("fla chunk_delta_rule", _fla_delta_rule, _one_ungated_step),
+        Implementation("fla chunk_gated_delta_rule", _fla_gated_delta_rule, _one_gated_step),
+        Implementation("fla chunk_gated_delta_product", _fla_gated_delta_product, _several_steps),
+    ],
+    "flash_qla": [Implementation("FlashQLA chunk_gated_delta_rule", _flash_qla, _one_gated_step)],
+    "attn_gym": [Implementation("attn-gym chunk_gdn", _attn_gym, _one_gated_step)],
+}

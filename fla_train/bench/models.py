@@ -1,6 +1,6 @@
-"""The language models that `fla-bench train` measures: ours, and peers of the same sizes."""
+"""The language models that `fla-bench train` and `generate` measure: ours, and peers of the same sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -10,84 +10,73 @@ from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
 
+Compose = Callable[[Sequence[str]], TrainConfig]  # composes a config from overrides
+
 
 def _ours(config: TrainConfig) -> PreTrainedModel:
     return DeltaProductForCausalLM(build_config(config.model))
 
 
 def _transformer(config: TrainConfig) -> PreTrainedModel:
-    """Transformer++ of our family, of as many parameters: the MLP takes up the difference."""
+    """Return our softmax attention model with as many parameters as ours: the MLP makes up the difference."""
     ours = build_config(config.model)
-    same = build_config({**config.model, "layer_types": ["full_attention"]})
-    missing = count_parameters(ours).body - count_parameters(same).body
-    width = same.intermediate_size + missing / (3 * same.hidden_size * same.num_hidden_layers)
-    same.intermediate_size = 64 * max(1, round(width / 64))
-    return DeltaProductForCausalLM(same)
+    model = build_config({**config.model, "layer_types": ["full_attention"]})
+    missing = count_parameters(ours).body - count_parameters(model).body
+    width = model.intermediate_size + missing / (3 * model.hidden_size * model.num_hidden_layers)
+    model.intermediate_size = 64 * max(1, round(width / 64))
+    return DeltaProductForCausalLM(model)
 
 
 def _llama(config: TrainConfig) -> PreTrainedModel:
-    """transformers' Llama with SDPA, of as many parameters: its MLP takes up the difference."""
+    """Return transformers' Llama with SDPA and as many parameters: its MLP makes up the difference."""
     ours = build_config(config.model)
     hidden, layers = ours.hidden_size, ours.num_hidden_layers
     rest = count_parameters(ours).body - layers * (4 * hidden**2 + 2 * hidden) - hidden
-    width = 64 * max(1, round(rest / (3 * hidden * layers) / 64))
-    settings = LlamaConfig(
-        vocab_size=ours.vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=ours.num_attention_heads,
-        num_key_value_heads=ours.num_attention_heads,
-        intermediate_size=width,
-        max_position_embeddings=config.trainer.seq_len,
-        tie_word_embeddings=ours.tie_word_embeddings,
-        attn_implementation="sdpa",
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=ours.vocab_size,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=ours.num_attention_heads,
+            num_key_value_heads=ours.num_attention_heads,
+            intermediate_size=64 * max(1, round(rest / (3 * hidden * layers) / 64)),
+            max_position_embeddings=config.trainer.seq_len,
+            tie_word_embeddings=ours.tie_word_embeddings,
+            attn_implementation="sdpa",
+        )
     )
-    return LlamaForCausalLM(settings)
 
 
 def _fla(config: TrainConfig) -> PreTrainedModel:
-    """flash-linear-attention's model of the same recurrence and the same parameters.
-
-    What our config does not name keeps that package's defaults.
-    """
-    models = import_module("fla.models")
+    """Return flash-linear-attention's model of the same recurrence and parameters."""
     ours = build_config(config.model)
-    kind = "DeltaNet" if not ours.use_forget_gate else "GatedDeltaNet"
-    common = {
+    gated, several = ours.use_forget_gate, ours.num_householder > 1
+    name = "GatedDeltaProduct" if several else "GatedDeltaNet" if gated else "DeltaNet"
+    settings = {
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.hidden_size,
         "num_hidden_layers": ours.num_hidden_layers,
         "num_heads": ours.num_heads,
         "intermediate_size": ours.intermediate_size,
         "max_position_embeddings": config.trainer.seq_len,
+        "use_output_gate" if several else "use_gate": ours.use_output_gate,
     }
-    if ours.use_forget_gate or ours.num_householder > 1:
-        common |= {"head_dim": ours.head_dim, "expand_v": ours.head_v_dim / ours.head_dim}
-    if ours.num_householder > 1:
-        kind = "GatedDeltaProduct"
-        common |= {
-            "use_output_gate": ours.use_output_gate,
-            "num_householder": ours.num_householder,
-            "use_forget_gate": ours.use_forget_gate,
-            "allow_neg_eigval": ours.allow_neg_eigval,
-        }
-    else:
-        common["use_gate"] = ours.use_output_gate
-    return getattr(models, f"{kind}ForCausalLM")(getattr(models, f"{kind}Config")(**common))
+    if gated or several:
+        settings |= {"head_dim": ours.head_dim, "expand_v": ours.head_v_dim / ours.head_dim}
+    if several:
+        names = ("num_householder", "use_forget_gate", "allow_neg_eigval")
+        settings |= {key: getattr(ours, key) for key in names}
+    models = import_module("fla.models")
+    return getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**settings))
 
 
-MODELS: dict[str, Callable[[TrainConfig], PreTrainedModel]] = {
-    "ours": _ours,
-    "transformer": _transformer,
-    "llama": _llama,
-    "fla": _fla,
-}
-COMPILED = "-compiled"  # after a model's name: run by torch.compile
+MODELS = {"ours": _ours, "transformer": _transformer, "llama": _llama, "fla": _fla}
+COMPILED = "-compiled"  # suffix of a model's name: run it under torch.compile
 NAMES = [*MODELS, *(f"{name}{COMPILED}" for name in MODELS)]
 
 
 def build(name: str, config: TrainConfig) -> PreTrainedModel:
-    """The model of one of `NAMES`, on torch's default device; a compiled one compiles at its first call."""
+    """Build the model of one of `NAMES` on torch's default device. `-compiled` compiles at the first call."""
     model = MODELS[name.removesuffix(COMPILED)](config)
     if name.endswith(COMPILED):
         model.compile()
@@ -95,13 +84,12 @@ def build(name: str, config: TrainConfig) -> PreTrainedModel:
 
 
 def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> float:
-    """FLOPs per token, forward and backward.
+    """Return the FLOPs per token, forward and backward.
 
-    Ours by its formula; of a peer 6 per parameter outside its embedding, and for attention 12 per channel and
-    visible key.
+    A peer has 6 per parameter outside its embedding, and attention 12 per channel and visible key.
     """
     name = name.removesuffix(COMPILED)
-    if name == "ours":
+    if name in ("ours", "transformer"):
         return flops_per_token(model.config, config.trainer.seq_len)
     count = count_parameters(model)
     flops = 6.0 * (count.body + count.embedding)

@@ -1,85 +1,73 @@
-"""Precompile Triton kernels in parallel processes, which fill Triton's cache on disk.
+"""`fla-bench precompile`: fill a folder with the compiled kernels of a training run, for containers.
 
-One process compiles one kernel at a time, for seconds each, and Triton compiles a kernel only when it runs.
+A run of two steps on synthetic text compiles the same kernels as the real run: those of the operator's check,
+of steps with and without statistics, of validation, and of the export's check.
 """
 
+import json
 import os
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
-from types import TracebackType
+import time
+from pathlib import Path
 
 import torch
 
-from fla_train.bench.implementations import make_problem, operator
-from fla_train.bench.measure import forward_backward
-from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.select import override
-from fla_train.kernels.delta_product.triton.launch_table import LaunchOptions
+from fla_train.bench.models import Compose
+from fla_train.bench.options import Precompile
+from fla_train.bench.report import Report
+from fla_train.models import DeltaProductConfig
+from fla_train.training.config import TrainConfig
+from fla_train.training.launch import TrainingFailed, launch
+from fla_train.utils.scratch import scratch_folder
 
-PROCESSES = min(12, os.cpu_count() or 1)
-CONTEXT_BYTES = 1 << 30  # what a process takes of a GPU beyond its tensors, about
-
-
-def pool(processes: int = PROCESSES) -> ProcessPoolExecutor:
-    """Processes that compile: one torch thread each, since many of them starve each other."""
-    context = get_context("spawn")
-    return ProcessPoolExecutor(
-        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    )
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A forward and backward pass of the operator under launch options."""
-
-    shape: Shape
-    norm: bool
-    options: LaunchOptions
-    segment_chunks: int | None = None  # as of `select.override`
+DOCUMENTS = 40
+# Two steps of one micro-batch per rank, with statistics in the second.
+SHORT = """
+trainer.max_steps=2 trainer.stats_every=2 trainer.global_batch_tokens=auto trainer.target_batch_tokens=1
+trainer.profile_steps=[] trainer.eval_every=0 trainer.checkpoint_every=0 trainer.export_every=0
+trainer.suite_every=0 launch.num_machines=1 launch.machine_rank=null logger.wandb.mode=disabled
+logger.tensorboard=false hub.repo_id=null hub.push_every=0 init_from=null
+""".split()
+TEXT = "data.source=local data.tokenizer.name=bytes data.validation_fraction=0.5".split()
 
 
-class Precompiler:
-    """Runs trials in other processes, so that this process finds their kernels in Triton's cache.
+def run(options: Precompile, report: Report, compose: Compose) -> None:
+    """Compile the kernels of a run into the folder, which becomes Triton's cache of this process.
 
-    A trial that fails there, or ends its process, is left to fail here. On a CPU nothing is done: the
-    interpreter compiles nothing.
+    Kernels depend on model, precision, `trainer.seq_len`, `trainer.micro_batch_size` and context parallelism.
+    They depend neither on data nor on the number of steps or of data-parallel processes.
 
-    Args:
-        needed: bytes of device memory that a trial takes, which limit the number of processes.
+    Raises:
+        ValueError: there is no GPU, `fla-train` rejects the config, or the run failed.
     """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, needed: int) -> None:
-        self._once = partial(_once, dtype=dtype, device=device)
-        self._pool = None
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            self._pool = pool(max(1, min(PROCESSES, free // (needed + CONTEXT_BYTES))))
-
-    def __enter__(self) -> "Precompiler":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def run(self, trials: Sequence[Trial]) -> None:
-        """Return once every trial has run, or none can any more."""
-        if self._pool is not None:
-            with suppress(BrokenProcessPool):  # a process died, and with it the pool: all is compiled here
-                wait([self._pool.submit(self._once, trial) for trial in trials])
+    if not torch.cuda.is_available():
+        raise ValueError("precompile needs a GPU of the kind that will train: kernels are compiled for it")
+    start, folder = time.monotonic(), options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    with scratch_folder("fla-train-precompile-") as scratch:
+        try:
+            launch(compose([*options.overrides, *_short(compose(options.overrides), scratch)]))
+        except TrainingFailed as failure:
+            raise ValueError(f"the run that compiles has failed: {failure}") from None
+    kernels = len(list(folder.rglob("*.cubin")))
+    report.print(f"{kernels} kernels in {folder}, after {time.monotonic() - start:.0f} s")
+    report.print(f"In a container, with this folder at the same path: TRITON_CACHE_DIR={folder}")
 
 
-def _once(trial: Trial, dtype: torch.dtype, device: torch.device) -> None:
-    try:
-        with override(options=trial.options, segment_chunks=trial.segment_chunks):
-            forward_backward(operator, make_problem(trial.shape, dtype, device, norm=trial.norm))
-    finally:
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+def _short(config: TrainConfig, scratch: Path) -> list[str]:
+    """Return overrides for a few steps of the run on one machine that write to `scratch` only."""
+    trainer, processes = config.trainer, config.launch.context_parallel
+    short = [
+        f"run.dir={scratch / 'run'}",
+        f"launch.num_processes={processes}",
+        f"trainer.eval_tokens={trainer.micro_batch_size * trainer.seq_len}",
+        *SHORT,
+    ]
+    if config.task is None:
+        text = "one two three " * (trainer.seq_len // 10)
+        lines = (json.dumps({"text": f"{number} {text}"}) for number in range(DOCUMENTS))
+        (scratch / "text.jsonl").write_text("\n".join(lines) + "\n")
+        vocabulary = config.model["vocab_size"] or DeltaProductConfig.vocab_size
+        short += [f"data.path={scratch / 'text.jsonl'}", f"data.cache_dir={scratch / 'data'}"]
+        short += [f"model.vocab_size={vocabulary}", *TEXT]
+    return short

@@ -1,11 +1,9 @@
-"""Run the same function on several processes of this machine, one a GPU, by torch.multiprocessing."""
+"""Run a function on several processes of this machine, one per GPU."""
 
 import os
 import pickle
 import tempfile
-import threading
 from collections.abc import Callable
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +14,31 @@ from fla_train.training.process_group import STORE_FILE
 
 
 def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """`work(*arguments)` in `count` new processes with the environment of a process group; rank 0's result.
+    """Run `work(*arguments)` in `count` new processes with the environment of a process group.
 
-    What they print goes to stderr. None outlives this process, nor the first failure, which is raised here;
-    its cause holds the process's traceback.
+    The first failure ends all processes. Their output goes to stderr.
+
+    Returns:
+        The result of rank 0.
 
     Raises:
-        RuntimeError: a process died, or failed with an exception that can't be pickled.
+        RuntimeError: a process failed; with the message of its exception.
     """
     with tempfile.TemporaryDirectory(prefix="fla-bench-") as folder:
         try:
             spawn(_rank, (count, Path(folder), work, arguments), nprocs=count, daemon=True)
-        except ProcessRaisedException as failure:
-            raise _read(folder, failure.error_index) from failure
-        except ProcessExitedException as failure:
-            raise RuntimeError(f"rank {failure.error_index} died: {failure}") from None
-        return _read(folder, 0)
+        except (ProcessRaisedException, ProcessExitedException) as failure:
+            raise RuntimeError(str(failure).strip().splitlines()[-1]) from failure
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
 def _rank(rank: int, count: int, folder: Path, work: Callable[..., Any], arguments: tuple) -> None:
-    """Leave what `work` returns or raises in a file of `folder`."""
-    os.dup2(2, 1)  # stdout holds the tables
+    os.dup2(2, 1)  # stdout is for the tables
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    # They meet at a file: a port found free could be taken before they listen there.
+    # They meet at a file, because another process could take a free port before they listen.
     os.environ |= {"LOCAL_WORLD_SIZE": str(count), STORE_FILE: str(folder / "store")}
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    outcome = folder / f"rank-{rank}"
-    try:
-        outcome.write_bytes(pickle.dumps(work(*arguments)))
-    except Exception as failure:
-        outcome.write_bytes(_pickled(failure))
-        raise
-    if dist.is_initialized():  # its threads might keep this process from ending
+    result = work(*arguments)
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    if dist.is_initialized():  # its threads could keep this process from ending
         dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """torch only interrupts a rank whose parent was killed; one that waits for another would not hear it."""
-    parent_process().join()
-    os._exit(1)
-
-
-def _pickled(failure: Exception) -> bytes:
-    """`failure`, or a RuntimeError in place of one that doesn't survive."""
-    try:
-        content = pickle.dumps(failure)
-        if type(pickle.loads(content)) is type(failure):
-            return content
-    except Exception:
-        pass
-    return pickle.dumps(RuntimeError(f"{type(failure).__name__}: {failure}"))
-
-
-def _read(folder: str, rank: int) -> Any:
-    return pickle.loads(Path(folder, f"rank-{rank}").read_bytes())

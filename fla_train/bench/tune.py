@@ -1,11 +1,14 @@
 """`fla-bench tune`: find the fastest correct launch options of the Triton kernels on this machine.
 
-Kernels are tuned one after the other. Every safe candidate is timed in a whole forward and backward pass.
-Then candidates are checked, from the fastest on, until one computes the right numbers. Several processes
-compile them beforehand (`fla_train.bench.precompile`).
+Kernels are tuned one after the other. Candidates are compiled in parallel threads, then timed in a whole
+forward and backward pass. Finally they are checked, from the fastest on, until one computes the right
+numbers.
 """
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -14,218 +17,216 @@ from math import nan
 import torch
 from torch import Tensor
 
+from fla_train.bench.compare import out_of_bounds
 from fla_train.bench.implementations import Problem, make_problem, operator
-from fla_train.bench.measure import allocated, forward_backward, median_times, tolerance
-from fla_train.bench.precompile import Precompiler, Trial
+from fla_train.bench.measure import forward_backward, median_ms
+from fla_train.bench.options import Tune
+from fla_train.bench.report import DTYPES, Report, Row
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.delta_product import resolve_backend
+from fla_train.kernels.delta_product.select import clear_caches, override
 from fla_train.kernels.delta_product.selfcheck import relative_rms
-from fla_train.kernels.delta_product.triton.launch_table import (
-    IN_GLUON,
-    MIN_TILE,
-    Key,
-    LaunchOptions,
-    Options,
-    architecture,
-    hopper_keys,
-    lookup,
-    option_error,
-    square,
-    value_tiles,
-)
+from fla_train.kernels.delta_product.triton import launch_table
+from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Key, LaunchOptions, Options
+from fla_train.kernels.precompile import precompile
+from fla_train.utils.environment import describe_environment
 
-# `chunk_bwd_state` comes last: in Gluon it replaces `chunk_bwd_qkg`, too, whose best options it has to beat.
+# `chunk_bwd_state` comes last: in Gluon it also replaces `chunk_bwd_qkg`, whose best options it has to beat.
 KERNELS = ("chunk_prepare_wy", "chunk_fwd", "chunk_bwd_qkg", "chunk_bwd_state")
-JUDGED_TOKENS = 130  # two chunks and a rest at n_h = 1
-Timer = Callable[[Callable[[], object]], float]  # milliseconds of a function
+CHECKED_TOKENS = 130  # two chunks and a rest at n_h = 1
+THREADS = min(12, os.cpu_count() or 1)  # threads that compile
 
-HEADER = (
-    "| K | V | n_h | kernel | options | forward + backward ms | before | tried | refused |",
-    "|---|---|---|---|---|---|---|---|---|",
-)
+COLUMNS = ("K", "V", "n_h", "kernel", "options", "both_ms", "before_ms", "tried", "failed")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was found of one kernel. Times are those of a whole forward and backward pass."""
+def run(options: Tune, report: Report) -> None:
+    """Tune the rows of the options, and write them to the table.
 
-    key: Key
-    kernel: str
-    options: Options
-    milliseconds: float
-    before: float
-    tried: int
-    refused: tuple[str, ...]  # options that could not be launched or computed wrong numbers, with the reason
+    Raises:
+        ValueError: the kernels do not run here, or none of a kernel's candidates is right.
+    """
+    resolve_backend("triton", report.device)
+    report.table("rows", COLUMNS, _rows(options, report.device))
 
-    def markdown(self) -> str:
-        """The row of the table under `HEADER`."""
-        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
-        key = self.key
-        return (
-            f"| {key.key_dim} | {key.value_dim} | {key.num_householder} | {self.kernel} | {options} "
-            f"| {self.milliseconds:.3f} | {self.before:.3f} | {self.tried} | {len(self.refused)} |"
-        )
+
+def _rows(options: Tune, device: torch.device) -> Iterator[Row]:
+    dtype, file = DTYPES[options.dtype], options.file or launch_table.user_file()
+    table = launch_table.read_table(file) if file.is_file() else {}
+    for head_dim, num_householder in product(options.head_dim, options.num_householder):
+        sizes = (options.batch, options.tokens, options.heads, head_dim, options.value_dim or head_dim)
+        shape = Shape(*sizes, num_householder, gated=True, element_size=dtype.itemsize)
+        for row, best in tune(shape, dtype, device):
+            yield row
+            for line in row["failures"]:
+                print(f"failed: {row['kernel']} {line}", file=sys.stderr)
+            table[key_of(shape, device)] = best
+        launch_table.write_table(file, table, describe_environment(str(device)))
+        clear_caches()
 
 
 def key_of(shape: Shape, device: torch.device) -> Key:
-    """The row of the table that `shape` tunes."""
-    return Key.of(architecture(device), shape.key_dim, shape.value_dim, shape.num_householder)
+    """Return the key of the table's row that `shape` tunes."""
+    return Key.of(launch_table.architecture(device), shape.key_dim, shape.value_dim, shape.num_householder)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Compares results with `reference`, by name, on one problem."""
+
+    problem: Problem
+    reference: dict[str, Tensor]
+    segment_chunks: int | None = None  # see `select.override`
+
+    def run(self, options: LaunchOptions) -> dict[str, Tensor]:
+        """Return outputs and gradients under these options."""
+        with override(options=options, segment_chunks=self.segment_chunks):
+            return forward_backward(operator, self.problem)
+
+    def error(self, options: LaunchOptions) -> str:
+        """Return what is wrong with the results under these options, or an empty string."""
+        try:
+            results = self.run(options)
+        except Exception as failure:  # raised by the compiler or the device
+            return _first_line(failure)
+        errors = {name: relative_rms(results[name], x) for name, x in self.reference.items()}
+        return out_of_bounds(errors, self.problem.q.dtype)
+
+
+def short_check(shape: Shape, dtype: torch.dtype, device: torch.device, gated: bool, norm: bool) -> Check:
+    """Return a check against the fp64 recurrence on a short sequence, where each program has few chunks."""
+    short = replace(shape, batch=1, tokens=CHECKED_TOKENS, heads=2, gated=gated)
+    problem = make_problem(short, dtype, device, norm=norm, seed=1)
+    leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in problem.leaves.items()}
+    exact = replace(problem, **leaves, do=problem.do.cpu().double())
+    return Check(problem, forward_backward(partial(operator, backend="recurrent"), exact))
 
 
 def tune(
-    shape: Shape, dtype: torch.dtype, device: torch.device, timer: Timer | None = None
-) -> Iterator[tuple[Outcome, LaunchOptions]]:
-    """Tune the row of `shape`: after each kernel its outcome, and the best options so far.
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    timer: Callable[[Callable[[], object]], float] | None = None,
+) -> Iterator[tuple[Row, LaunchOptions]]:
+    """Tune the row of `shape`. After each kernel yield its row of `COLUMNS` and the best options so far.
 
     Args:
-        shape: what is timed: large enough to fill the device, or differences drown.
-        dtype: of q, k and v, 16 bits wide.
-        timer: default the median of many runs.
+        shape: the shape to time. It must fill the device, or candidates take the same time.
+        dtype: dtype of q, k and v, 16 bits wide.
+        timer: returns the milliseconds of a function; default `median_ms`.
 
     Raises:
-        ValueError: for a shape that the kernels do not take, or if nothing that was tried is right.
+        ValueError: the kernels do not support the shape, or no candidate is right.
     """
-    timer = timer or (lambda run: median_times({"run": run}, device, rounds=5)["run"])
+    timer = timer or partial(median_ms, device=device)
     key = key_of(shape, device)
-    best, _ = lookup(dtype, key)
-    problem = make_problem(shape, dtype, device, norm=True)
-    step = partial(forward_backward, operator, problem)
-    with override(options=without_fused(best)):  # whose results judge a Gluon kernel, too
-        present = Judge(problem, step())  # a shape that cannot run fails here, not with each candidate
-    judges = [
-        short_judge(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
+    best, _ = launch_table.lookup(dtype, key)
+    checks = [
+        short_check(shape, dtype, device, gated, norm) for gated in (True, False) for norm in (True, False)
     ]
-    judges += [
-        replace(judge, segment_chunks=1) for judge in judges
-    ]  # their kernels run under the same options
-    judges.append(present)
+    checks += [replace(check, segment_chunks=1) for check in checks]  # kernels of split sequences
+    # On the timed problem programs go through many chunks. The results of today's options are the reference
+    # there, without `chunk_bwd_fused`, which they have to judge as well.
+    timed = Check(make_problem(shape, dtype, device, norm=True), {})
+    timed = replace(timed, reference=timed.run(without_fused(best)))
+    checks.append(timed)
     tried = {kernel: candidates(kernel, key, getattr(best, kernel)) for kernel in KERNELS}
+
+    def compile_all(checks: Sequence[Check], trials: Sequence[LaunchOptions]) -> None:
+        def run() -> None:
+            for check, trial in product(checks, trials):
+                with suppress(Exception):  # raised again where the trial is timed or checked
+                    check.run(trial)
+
+        if device.type == "cuda":  # the interpreter on a CPU compiles nothing
+            precompile(run, THREADS)
 
     def time(trial: LaunchOptions) -> float:
         with override(options=trial):
-            return timer(step)
+            return timer(partial(forward_backward, operator, timed.problem))
 
-    def wrong(trial: LaunchOptions) -> str | None:
-        precompiler.run([judge.trial(trial) for judge in judges])
-        return next(filter(None, (judge.error(trial) for judge in judges)), None)
+    def wrong(trial: LaunchOptions) -> str:
+        compile_all(checks, [trial])
+        return next(filter(None, (check.error(trial) for check in checks)), "")
 
-    with Precompiler(dtype, device, needed=allocated(device)) as precompiler:
-        everything = [trial for kernel in KERNELS for trial in trials(best, kernel, tried[kernel])]
-        precompiler.run([judge.trial(best) for judge in judges] + [present.trial(x) for x in everything])
-        for kernel in KERNELS:
-            outcome = fastest(key, kernel, trials(best, kernel, tried[kernel]), time, wrong)
-            best = replace(best, **{kernel: outcome.options})
-            yield outcome, best
+    for kernel in KERNELS:
+        trials = [_with(best, kernel, options) for options in tried[kernel]]
+        compile_all([timed], trials)
+        row, options = fastest(kernel, trials, time, wrong)
+        best = replace(best, **{kernel: options})
+        yield {"K": key.key_dim, "V": key.value_dim, "n_h": key.num_householder} | row, best
 
 
-def trials(best: LaunchOptions, kernel: str, tried: list[Options]) -> list[LaunchOptions]:
-    """The options to try of one kernel, beside the best of the others."""
-    if kernel == "chunk_bwd_qkg":  # which might not run at all beside `chunk_bwd_fused`
+def _with(best: LaunchOptions, kernel: str, options: Options) -> LaunchOptions:
+    """Return the options to try for one kernel with the best ones of the others."""
+    if kernel == "chunk_bwd_qkg":  # `chunk_bwd_fused` would run in its place
         best = without_fused(best)
-    return [replace(best, **{kernel: options}) for options in tried]
+    return replace(best, **{kernel: options})
 
 
 def without_fused(options: LaunchOptions) -> LaunchOptions:
-    """The options without `chunk_bwd_fused`."""
+    """Return the options without `chunk_bwd_fused`."""
     plain = {name: value for name, value in options.chunk_bwd_state.items() if name != "gluon"}
     return replace(options, chunk_bwd_state=plain)
 
 
 def fastest(
-    key: Key,
     kernel: str,
-    tried: list[LaunchOptions],
+    trials: Sequence[LaunchOptions],
     time: Callable[[LaunchOptions], float],
-    wrong: Callable[[LaunchOptions], str | None],
-) -> Outcome:
-    """The fastest of the trials that is right; the first is what there was before.
+    wrong: Callable[[LaunchOptions], str],
+) -> tuple[Row, Options]:
+    """Return the row of the fastest trial that is right, and its options of `kernel`. The first trial is
+    today's.
 
     Raises:
-        ValueError: if none is.
+        ValueError: no trial is right.
     """
-    times, refused = [], []
-    for trial in tried:
+    times, failures = [], []
+    for trial in trials:
         try:
             times.append((time(trial), trial))
-        except Exception as failure:  # the compiler's or the device's: whatever it is, not this one
-            refused.append(f"{getattr(trial, kernel)}: {_first_line(failure)}")
-    before = next((milliseconds for milliseconds, trial in times if trial is tried[0]), nan)
+        except Exception as failure:  # raised by the compiler or the device
+            failures.append(f"{getattr(trial, kernel)}: {_first_line(failure)}")
+    before = next((milliseconds for milliseconds, trial in times if trial is trials[0]), nan)
     for milliseconds, trial in sorted(times, key=lambda pair: pair[0]):
         options = getattr(trial, kernel)
-        if (reason := wrong(trial)) is None:
-            return Outcome(key, kernel, options, milliseconds, before, len(tried), tuple(refused))
-        refused.append(f"{options}: {reason}")
-    raise ValueError(f"no options of {kernel} are right on this machine: see fla-doctor")
+        if not (error := wrong(trial)):
+            text = ", ".join(f"{name} {value}" for name, value in options.items())
+            row = {"kernel": kernel, "options": text, "both_ms": milliseconds, "before_ms": before}
+            return row | {"tried": len(trials), "failed": len(failures), "failures": failures}, options
+        failures.append(f"{options}: {error}")
+    raise ValueError(f"no options of {kernel} are right on this machine: run fla-doctor")
 
 
 def candidates(kernel: str, key: Key, present: Options) -> list[Options]:
-    """The present options, then the others that are known to be safe."""
+    """Return today's options, then the others that are known to be safe."""
     widths = [width for width in (MIN_TILE, 2 * MIN_TILE) if width <= key.value_dim]
     columns = [width for width in (MIN_TILE, 2 * MIN_TILE, 4 * MIN_TILE) if width <= key.key_dim]
+    loop = {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)}
     axes = {
         "chunk_prepare_wy": {"num_warps": (4, 8), "maxnreg": (None, 168, 128)},
-        "chunk_fwd": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
-        "chunk_bwd_state": {"BV": widths, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+        "chunk_fwd": loop,
+        "chunk_bwd_state": loop,
         "chunk_bwd_qkg": {"BV": widths, "BKO": columns, "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     }[kernel]
-    found = [present]
+    options = [present]
     for values in product(*axes.values()):
-        options = {name: x for name, x in zip(axes, values, strict=True) if x is not None}
-        if options not in found and option_error(kernel, options, key.value_dim) is None:
-            found.append(options)
+        candidate = {name: x for name, x in zip(axes, values, strict=True) if x is not None}
+        if candidate not in options and launch_table.option_error(kernel, candidate, key.value_dim) is None:
+            options.append(candidate)
     if has_gluon(kernel, key) and "gluon" not in present:
-        found.append(present | {"gluon": 1})  # Hopper's own kernel
-    return found
+        options.append(present | {"gluon": 1})
+    return options
 
 
 def has_gluon(kernel: str, key: Key) -> bool:
-    """Whether there is a kernel in Gluon for a row."""
-    if kernel not in IN_GLUON or not key.architecture.startswith("9."):
+    """Return whether the row's kernel has a version in Gluon, for Hopper."""
+    if kernel not in launch_table.IN_GLUON or not key.architecture.startswith("9."):
         return False
     if kernel == "chunk_bwd_qkg":
-        return square(key.key_dim, key.value_dim)
-    return hopper_keys(key.key_dim) and (kernel == "chunk_prepare_wy" or value_tiles(key.value_dim) > 0)
-
-
-@dataclass(frozen=True)
-class Judge:
-    """Compares calls with what is right: `reference` by name, of `problem`."""
-
-    problem: Problem
-    reference: dict[str, Tensor]
-    segment_chunks: int | None = None  # as of `select.override`
-
-    def trial(self, options: LaunchOptions) -> Trial:
-        """What `error` runs."""
-        return Trial(self.problem.shape, self.problem.norm, options, self.segment_chunks)
-
-    def error(self, options: LaunchOptions) -> str | None:
-        """What is wrong with results under these options, None if nothing."""
-        shape, dtype = self.problem.shape, self.problem.q.dtype
-        try:
-            with override(options=options, segment_chunks=self.segment_chunks):
-                results = forward_backward(operator, self.problem)
-        except Exception as failure:
-            return _first_line(failure)
-        for name, expected in self.reference.items():
-            off = relative_rms(results[name], expected)
-            if not off <= tolerance(name, dtype):  # a NaN is wrong
-                case = f"{'gate' if shape.gated else 'no gate'}, {'norm' if self.problem.norm else 'no norm'}"
-                return f"{name} is off by {off:.1e} ({case}{', in segments' if self.segment_chunks else ''})"
-        return None
-
-
-def short_judge(shape: Shape, dtype: torch.dtype, device: torch.device, gated: bool, norm: bool) -> Judge:
-    """By the fp64 recurrence on a short sequence.
-
-    Programs that go through chunks have one each there. Where they have many, on the timed problem, what the
-    options before compute stands in for the recurrence.
-    """
-    short = replace(shape, batch=1, tokens=JUDGED_TOKENS, heads=2, gated=gated)
-    problem = make_problem(short, dtype, device, norm=norm, seed=1)
-    leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in problem.leaves.items()}
-    exact = replace(problem, **leaves, do=problem.do.cpu().double())
-    return Judge(problem, forward_backward(partial(operator, backend="recurrent"), exact))
+        return launch_table.square(key.key_dim, key.value_dim)
+    fits = kernel == "chunk_prepare_wy" or launch_table.value_tiles(key.value_dim) > 0
+    return launch_table.hopper_keys(key.key_dim) and fits
 
 
 def _first_line(failure: Exception) -> str:

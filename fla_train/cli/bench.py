@@ -1,71 +1,114 @@
-"""`fla-bench`: how fast the operator and the training step are on this machine, beside their peers.
+"""`fla-bench`: speed of the operator, of generation and of training steps, compared with peers.
 
-`fla-bench tune` makes the operator faster on it, `fla-bench precompile` the start of a run.
-
-    fla-bench kernels                                         # the shapes of docs/dev/kernels.md on a GPU
+    fla-bench kernels                                         # the operator; the shapes of docs/benchmarks.md
     fla-bench kernels --batch 2 --tokens 1024 --heads 4 --head-dim 64 --num-householder 1 2 --peers
-    fla-bench decode --heads 512 2048 --num-householder 1 2          # one token, beside a copy of the states
-    fla-bench decode --model gated_delta_product/340m --peers llama-compiled fla   # generate, by context
     fla-bench fused_ops --peers                               # convolution, norms, SwiGLU, gates, loss
-    fla-bench attention --tokens 2048 8192 32768              # windows and packed documents by length
-    fla-bench tune --head-dim 128 --num-householder 1 2              # launch options for this GPU, to a file
-    fla-bench train --peers llama -- model=gated_delta_product/340m trainer.seq_len=2048
-    fla-bench precompile --folder /opt/kernels -- model=gated_delta_product/340m data=fineweb
+    fla-bench generate --peers llama-compiled fla model=gated_delta_product/340m
+    fla-bench train --peers llama model=gated_delta_product/340m trainer.seq_len=2048
+    fla-bench tune --head-dim 128 --num-householder 1 2       # launch options for this GPU, to a file
+    fla-bench precompile --folder /opt/kernels model=gated_delta_product/340m data=fineweb
 
-Tables go to stdout in Markdown. `--json X.json` writes everything to that file and what was printed to X.md.
-Exit code 2: the request was wrong.
+Commands on whole models take overrides of configs/train.yaml, KEY=VALUE, as `fla-train` does. Tables go to
+stdout in Markdown. `--json X.json` also writes the results to that file, and what was printed to X.md. Exit
+code 2: the request is wrong.
 """
 
-import contextlib
-import io
-import json
+import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from fla_train.cli.app import fail, interruptible
-from fla_train.cli.bench_options import build_parser
+from fla_train.bench.options import COMMANDS
+from fla_train.cli.app import compose, fail, interruptible
+from fla_train.cli.overrides import as_written
+from fla_train.cli.version import add_version
+
+MODULES = {"generate": "generation", "train": "training"}  # modules of commands with another name
 
 
-class Tee(io.StringIO):
-    """Keep what is printed to stdout, and print it."""
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.screen = sys.stdout
 
-    def write(self, text: str) -> int:
-        """Write `text` to both."""
-        self.screen.write(text)
-        return super().write(text)
+def parse(arguments: Sequence[str]) -> tuple[str, Any]:
+    """Return the name of the command and its options.
 
-    def flush(self) -> None:
-        """Flush the screen."""
-        self.screen.flush()
+    Arguments with "=" that are not flags are overrides, wherever they stand.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fla-bench", description="Measure the operator, generation or training steps on this machine."
+    )
+    add_version(parser)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, options in COMMANDS.items():
+        command = commands.add_parser(name, help=options.__doc__, description=options.__doc__)
+        hints = get_type_hints(options, include_extras=True)
+        for item in fields(options):
+            hint, about = get_args(hints[item.name])
+            if item.name == "overrides":
+                command.add_argument(item.name, nargs="*", metavar="KEY=VALUE", help=about)
+                continue
+            flag = "--" + item.name.replace("_", "-")
+            settings = {"required": True} if item.default is MISSING else {"default": item.default}
+            if item.default and item.default is not MISSING:
+                values = item.default if isinstance(item.default, tuple) else [item.default]
+                about += f" (default: {' '.join(map(str, values))})"
+            command.add_argument(flag, help=about, **settings, **_settings(hint))
+    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
+    rest = [text for text in arguments if text not in overrides and text != "--"]
+    request, unknown = parser.parse_known_args([*rest[:1], *overrides, *rest[1:]])
+    if unknown:
+        hint = "; config keys are written KEY=VALUE" if hasattr(request, "overrides") else ""
+        commands.choices[request.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    options = COMMANDS[request.command]
+    return request.command, options(**{item.name: getattr(request, item.name) for item in fields(options)})
+
+
+def _settings(hint: Any) -> dict[str, Any]:
+    """Return argparse's settings for a type, or for that type | None."""
+    if get_origin(hint) is UnionType or NoneType in get_args(hint):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is tuple:
+        return {"nargs": "+"} | _settings(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": positive if hint is int else hint}
 
 
 def run(arguments: Sequence[str]) -> None:
     """Measure and print.
 
     Raises:
-        ValueError: a request that cannot be measured.
+        ValueError: the request cannot be measured.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines for each profile
-    request = build_parser().parse_args(arguments)
-    from fla_train.cli.bench_commands import measure  # imports torch: seconds, which --version does not need
+    name, options = parse(arguments)
+    file: Path | None = getattr(options, "json", None)
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ValueError(f"--json {file}: name a file in an existing folder")
+    module = import_module(f"fla_train.bench.{MODULES.get(name, name)}")  # imports torch, which takes seconds
+    report = module.Report({"command": name} | vars(options))
+    module.run(options, report, *[_compose] * hasattr(options, "overrides"))
+    if file is not None:
+        report.write(file)
 
-    file = getattr(request, "json", None)
-    if file is not None and not file.absolute().parent.is_dir():
-        raise ValueError(f"--json {file}: there is no folder {file.parent}: make it first")
-    if file is not None and file.is_dir():
-        raise ValueError(f"--json {file} is a folder: name a file in it")
-    if file is None:
-        measure(request)
-        return
-    with contextlib.redirect_stdout(Tee()) as printed:
-        content = measure(request)
-    file.with_suffix(".md").write_text(printed.getvalue())
-    file.write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+def _compose(overrides: Sequence[str]) -> Any:
+    """Compose a training config."""
+    from fla_train.training.config import register, to_config
+
+    register()
+    return to_config(compose("train", as_written("train", overrides)))
 
 
 @interruptible()

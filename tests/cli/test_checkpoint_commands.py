@@ -175,7 +175,7 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
         (["fla-train"], "fla_train.cli.train.register", "interrupted\n"),  # which imports torch
         (["fla-doctor"], "fla_train.bench.backend_checks.run_checks", "interrupted\n"),
         (["fla-runs", "runs"], "fla_train.cli.runs.show", "interrupted\n"),
-        (["fla-bench", "attention"], "fla_train.cli.bench.run", "interrupted\n"),
+        (["fla-bench", "kernels"], "fla_train.cli.bench.run", "interrupted\n"),
     ],
 )
 def test_an_interrupt_is_a_line(words: list[str], place: str, line: str, run_command, monkeypatch) -> None:

@@ -1,0 +1,171 @@
+"""The operator's benchmark: counts of FLOPs and bytes, and kernels that are wrong in one place."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fla_train.bench.breakdown import by_kind
+from fla_train.bench.compare import Implementation, compare
+from fla_train.bench.implementations import make_problem, ours
+from fla_train.bench.report import Report
+from fla_train.bench.roofline import (
+    CHUNK,
+    Ceilings,
+    Shape,
+    backward_bytes,
+    backward_flops,
+    bounds,
+    forward_bytes,
+    forward_flops,
+    kept_bytes,
+    known_ceilings,
+)
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.selfcheck import Case, make_inputs, relative_rms
+
+CPU = torch.device("cpu")
+NUM_HOUSEHOLDER = pytest.mark.parametrize("num_householder", [1, 3])
+
+
+@NUM_HOUSEHOLDER
+def test_flops_equal_those_of_a_chunk_in_plain_torch(num_householder: int) -> None:
+    """Compute one chunk of 6 tokens with an initial state. Equal results show that no product is missing."""
+    tokens, key_dim, value_dim = 6, 7, 5
+    rows = tokens * num_householder
+    case = Case("chunk", tokens, num_householder, alpha=(0.6, 1.0), initial_state=True, qk_l2norm=False)
+    call = {
+        name: x[:1].requires_grad_() if isinstance(x, torch.Tensor) else x
+        for name, x in make_inputs(case, torch.float64, (key_dim, value_dim), seed=0, heads=1).items()
+    }
+    o, final = delta_product(**call, scale=1.0, output_final_state=True, backend="recurrent")
+    do, dS1 = torch.randn_like(o), torch.randn_like(final)
+    tensors = [call[name] for name in ("q", "k", "v", "initial_state")]
+    expected = torch.autograd.grad([o, final], tensors, [do, dS1])
+
+    q, S = call["q"][0, :, 0].detach(), call["initial_state"][0, 0].detach()
+    k, v = (call[name].detach().reshape(rows, -1) for name in ("k", "v"))
+    beta, total = call["beta"].detach().reshape(rows, 1), call["g"].detach()[0, :, 0].cumsum(0)
+    of = torch.arange(rows) // num_householder
+    start, end = total[of].exp()[:, None], (total[-1] - total[of]).exp()[:, None]
+    decay = (total[of][:, None] - total[of]).exp().tril(-1)
+    query_decay = (total[:, None] - total[of]).exp() * (of <= torch.arange(tokens)[:, None])
+    dS, dO = dS1[0, 0], do[0, :, 0]
+    with FlopCounterMode(display=False) as forward:
+        T = torch.linalg.inv(torch.eye(rows, dtype=S.dtype) + beta * decay * (k @ k.T))  # counted as n M^2/3
+        P = query_decay * (q @ k.T)
+        U = T @ (beta * (v - start * (k @ S)))
+        out = total.exp()[:, None] * (q @ S) + P @ U
+        after = total[-1].exp() * S + k.T @ (end * U)
+    with FlopCounterMode(display=False) as backward:
+        P = query_decay * (q @ k.T)
+        W = v - start * (k @ S)
+        U = T @ (beta * W)
+        dU = end * (k @ dS) + P.T @ dO
+        dW = beta * (T.T @ dU)
+        dL = -((dW / beta) @ U.T).tril(-1) * beta * decay
+        dP = query_decay * (dO @ U.T)
+        dq = total.exp()[:, None] * (dO @ S.T) + dP @ k
+        dk = end * (U @ dS.T) - start * (dW @ S.T) + dP.T @ q + (dL + dL.T) @ k
+        dS0 = total[-1].exp() * dS + q.T @ (total.exp()[:, None] * dO) - k.T @ (start * dW)
+    results = [out[None, :, None], after[None, None], dq, dk, dW, dS0]
+    for result, reference in zip(results, [o, final, *expected], strict=True):
+        assert relative_rms(result.reshape(reference.shape), reference) < 1e-12
+
+    sizes = Shape(1, tokens, 1, key_dim, value_dim, num_householder, gated=True)
+    solve = rows**3 / 3
+    assert forward.get_total_flops() + solve == pytest.approx(tokens * forward_flops(sizes, chunk=rows))
+    assert backward.get_total_flops() == pytest.approx(tokens * backward_flops(sizes, chunk=rows))
+
+
+@NUM_HOUSEHOLDER
+def test_bytes_are_those_of_the_tensors(num_householder: int) -> None:
+    sizes = Shape(2, 48, 3, 32, 16, num_householder, gated=True)
+    count = sizes.batch * sizes.tokens * sizes.heads
+    rows = (sizes.batch, sizes.tokens)
+    q = torch.empty(*rows, sizes.heads, sizes.key_dim, dtype=torch.bfloat16)
+    k = torch.empty(*rows, num_householder, sizes.heads, sizes.key_dim, dtype=torch.bfloat16)
+    v = torch.empty(*rows, num_householder, sizes.heads, sizes.value_dim, dtype=torch.bfloat16)
+    o = torch.empty(*rows, sizes.heads, sizes.value_dim, dtype=torch.bfloat16)
+    beta, g = torch.empty(*rows, num_householder, sizes.heads), torch.empty(*rows, sizes.heads)
+    total = sum(x.nbytes for x in (q, k, v, o, beta, g))
+    assert forward_bytes(sizes) * count == total
+    ungated = replace(sizes, gated=False)
+    assert forward_bytes(ungated) * count == total - g.nbytes
+
+    chunks = sizes.tokens * num_householder / CHUNK * sizes.batch * sizes.heads  # of CHUNK Householder steps
+    kept = 2 * chunks * (CHUNK**2 + sizes.key_dim * sizes.value_dim)
+    assert kept_bytes(sizes) * count == pytest.approx(kept)
+    gradients = 2 * sum(x.nbytes for x in (q, k, v, beta, g)) + o.nbytes
+    assert backward_bytes(sizes) * count == pytest.approx(gradients + kept)
+
+
+def test_the_longer_of_two_times_bounds() -> None:
+    shape = Shape(1, 1, 1, 128, 128, 2, gated=True)
+    assert bounds(shape, Ceilings(1e30, 1e12))[0] == forward_bytes(shape) / 1e12
+    assert bounds(shape, Ceilings(1e12, 1e30))[0] == forward_flops(shape) / 1e12
+    # Worked out by hand for K = V = 128 at 790 TFLOP/s and 3.0 TB/s: 2.31 ns per token and head.
+    assert bounds(shape, Ceilings(790e12, 3.0e12))[1] * 1e9 == pytest.approx(2.31, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA GH200 480GB", None)],
+)
+def test_ceilings_are_known_by_the_device(name, bandwidth, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    ceilings = known_ceilings(torch.device("cuda"), torch.bfloat16)
+    assert (ceilings and ceilings.bandwidth) == bandwidth
+    assert known_ceilings(torch.device("cuda"), torch.float32) is None
+
+
+@pytest.mark.parametrize("change", ["scale", "gradient of q", "last head", "late tokens", "nan", "fails"])
+def test_a_wrong_kernel_gets_no_time(change: str) -> None:
+    def run(p):
+        q, beta, scale = p.q, p.beta, None
+        if change == "fails":
+            raise RuntimeError("no such\ninstruction")
+        if change == "scale":
+            scale = 1.01 * q.shape[-1] ** -0.5
+        if change == "gradient of q":
+            q = q + (q - q.detach()) * 0.02
+        if change in ("last head", "late tokens"):
+            mask = torch.ones_like(beta)
+            where = (
+                (-1, slice(None), slice(None), -1)
+                if change == "last head"
+                else (slice(None), slice(15, None))
+            )
+            mask[where] = 0.9
+            beta = beta * mask
+        o, _ = delta_product(q, p.k, p.v, beta, p.g, scale=scale, qk_l2norm=p.norm, backend="recurrent")
+        return o * float("nan") if change == "nan" else o
+
+    shape = Shape(2, 20, 2, 8, 4, 2, gated=True, element_size=4)
+    problem = make_problem(shape, torch.float32, CPU, norm=True)
+    report = Report({"dtype": "fp32"})
+    report.device = CPU
+    wrong, right = compare(problem, [Implementation("wrong", run), *ours(["recurrent"])], report)
+    said = "RuntimeError: no such instruction" if change == "fails" else "wrong: "
+    assert wrong["note"].startswith(said) and "both_ms" not in wrong
+    assert right["both_ms"] > 0 and max(right["errors"].values()) < 1e-5
+
+
+def test_kernels_of_a_trace_are_summed_by_kind() -> None:
+    kernels = {
+        "delta_product_chunk_fwd_kernel": "operator",
+        "nvjet_tst_128x256": "matmuls",
+        "rms_norm_forward_kernel": "elementwise",
+        "linear_cross_entropy_consume_kernel": "loss",
+        "multi_tensor_apply_kernel<AdamFunctor>": "optimizer",
+        "multi_tensor_apply_kernel<CopyFunctor>": "copies",
+        "ncclDevKernel_ReduceScatter": "communication",
+        "unheard_of": "other",
+    }
+    events = [{"cat": "kernel", "name": name, "dur": 1000} for name in kernels]
+    events += [
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "dur": 500},
+        {"cat": "cpu_op", "name": "x", "dur": 1},
+    ]
+    assert by_kind(events) == dict.fromkeys(kernels.values(), 1.0) | {"copies": 1.5}
