@@ -12,6 +12,6 @@ mkdir -p "$folder"
 gpus=$(nvidia-smi --list-gpus | wc -l)
 for ((n = 1; n <= gpus; n *= 2)); do
   tokens=$((n * ${MICRO_BATCH:-16} * ${SEQ_LEN:-2048}))
-  fla-bench train --json "$folder/$n.json" -- "launch.num_processes=$n" "trainer.seq_len=${SEQ_LEN:-2048}" \
+  fla-bench train --json "$folder/$n.json" "launch.num_processes=$n" "trainer.seq_len=${SEQ_LEN:-2048}" \
     "trainer.micro_batch_size=${MICRO_BATCH:-16}" "trainer.global_batch_tokens=$tokens" "$@"
 done

@@ -25,33 +25,6 @@ def run_module(name: str, *arguments: str, given: str | None = None, **variables
     return json.loads(done.stdout)
 
 
-class PretendedDriver:
-    """The part of a driver that compilation asks, of a GPU of this compute capability (90, say)."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-
-def pretend_driver(gpu: PretendedDriver) -> None:
-    """From here on Triton compiles for that GPU."""
-    import torch
-    from triton.runtime import driver
-
-    driver.set_active(gpu)
-    torch.cuda.current_device = lambda: 0
-
-
 def resources(cubin: Path) -> tuple[int, int]:
     """Registers, and bytes of stack of those that were spilled, of a thread."""
     from triton import knobs

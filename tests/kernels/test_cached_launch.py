@@ -85,14 +85,3 @@ def test_another_variant(kernel: Kernel, change: dict) -> None:
     assert len(kernel.compiled) == 2
     ((_, compiled),) = kernel.launched
     assert compiled is kernel.compiled[1]
-
-
-def test_each_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    run_kernel(kernel, (7,), **ARGUMENTS, num_warps=4)
-    assert len(kernel.compiled) == 2
-
-
-def test_a_missing_argument(kernel: Kernel) -> None:
-    with pytest.raises(KeyError, match="scale"):
-        run_kernel(kernel, (7,), **{name: x for name, x in ARGUMENTS.items() if name != "scale"}, num_warps=4)

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.selfcheck import evaluate
-from tests.kernels.helpers import assert_matches_definition, differentiable, random_inputs
+from tests.kernels.helpers import assert_matches_definition, random_inputs
 
 GATES = {
     "none": {},
@@ -77,24 +74,3 @@ def hard_inputs(kind: str, dtype: torch.dtype) -> dict:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
 def test_hard_keys(kind, dtype, tolerance):
     assert_matches_definition("chunk", hard_inputs(kind, dtype), tolerance)
-
-
-def test_strided_views_and_repeated_runs():
-    inputs = random_inputs(40, 2, alpha=(0.9, 1.0), initial_state=True)
-    views = {
-        name: x.movedim(1, -1).contiguous().movedim(-1, 1) if isinstance(x, Tensor) else x
-        for name, x in inputs.items()
-    }
-    expected = evaluate(inputs, "chunk")
-    assert not views["k"].is_contiguous()
-    for name, x in evaluate(views, "chunk").items():
-        assert torch.equal(x, expected[name])
-
-
-def test_second_derivatives_are_refused():
-    inputs = random_inputs(5)
-    (q, *_) = differentiable(inputs)
-    o, _ = delta_product(**inputs, backend="chunk")
-    (gradient,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()

@@ -1,7 +1,6 @@
 """Under torch.compile: one graph without a break, the numbers of the eager call, and sound registrations."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 import pytest
 import torch
@@ -83,21 +82,6 @@ def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(
-    "case", [{"alpha": (0.5, 1.0)}, {"documents": (0, 0, 3, 6)}], ids=["gated", "packed"]
-)
-def test_only_one_output_is_used_and_inputs_are_recomputed(backend, case):
-    inputs, leaves = operator_inputs(6, **case)
-    assert_same(lambda: delta_product(**inputs, recompute=True, backend=backend)[:1], leaves)
-
-
-def test_without_gradients():
-    inputs, _ = operator_inputs(6)
-    with torch.no_grad():
-        expected = delta_product(**inputs, backend="triton")[0]
-        assert torch.equal(compiled(delta_product)(**inputs, backend="triton")[0], expected)
-
-
 def test_the_step():
     inputs, _ = operator_inputs(1, alpha=(0.5, 1.0), initial_state=True)
     token = {name: inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")}
@@ -129,12 +113,6 @@ FUSED_OPS = {
 }
 
 
-def test_the_definition_of_the_selective_scan():
-    leaves = [torch.rand(size, device=DEVICE, requires_grad=True) for size in ((2, 3, 4), (2, 3, 4), (4, 5))]
-    leaves += [torch.rand(2, 3, 5, device=DEVICE, requires_grad=True) for _ in range(2)]
-    assert_same(lambda: [selective_scan(*leaves, backend="torch")], leaves)
-
-
 @pytest.mark.parametrize("name", FUSED_OPS)
 def test_a_fused_op(name):
     """Of sizes that may vary; those of a whole model are fixed in tests/models/test_model_compile.py."""
@@ -150,40 +128,6 @@ def test_cross_entropy():
 
     for actual, expected in zip(compiled(run)(logits), run(logits), strict=True):
         assert torch.equal(actual, expected)
-
-
-@pytest.mark.skipif(
-    DEVICE == "cuda", reason="a registration is that of any device, and kernels are slow to compile"
-)
-@pytest.mark.parametrize(
-    ("module", "name", "algorithm"),
-    [
-        ("delta_product.triton.chunk", "delta_product_forward", "chunk"),
-        ("delta_product.triton.chunk", "delta_product_backward", "chunk"),
-        ("delta_product.triton.chunk", "delta_product_forward", "fused_recurrent"),
-        ("delta_product.triton.chunk", "delta_product_backward", "fused_recurrent"),
-        ("fused_ops.rms_norm", "rms_norm_forward", None),
-        ("fused_ops.rms_norm", "rms_norm_backward", None),
-    ],
-)
-def test_registrations_are_sound(monkeypatch, request, module, name, algorithm):
-    """`torch.library.opcheck` with the arguments of a real call: schema, fake tensors, dynamic shapes."""
-    if algorithm == "chunk":
-        request.getfixturevalue("by_chunks")
-    calls = []
-    owner = import_module(f"fla_train.kernels.{module}")
-    function = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *arguments: (calls.append(arguments), function(*arguments)))
-    if module.startswith("delta_product"):
-        inputs, leaves = operator_inputs(5, alpha=(0.5, 1.0), documents=(0, 2, 5), initial_state=True)
-        inputs |= {"scale": 1.0, "output_final_state": True}
-        outputs = delta_product(**inputs, backend="triton")
-    else:
-        leaves = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
-        outputs = add_rms_norm(*leaves, torch.ones(8), 1e-6, backend="triton")
-    torch.autograd.grad(outputs, leaves, outputs)
-    (arguments,) = calls
-    torch.library.opcheck(getattr(torch.ops.fla_train, name).default, detached(arguments))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import delta_product, delta_product_step
+from fla_train.kernels.delta_product import delta_product_step
 from fla_train.kernels.delta_product.select import select_kernel
 from fla_train.kernels.delta_product.selfcheck import relative_rms
-from fla_train.kernels.delta_product.triton import chunk
 from tests.kernels.operator_cases import GATED, INTERPRETED, UNGATED, Case, check, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -43,34 +42,6 @@ def is_supported(case: Case) -> bool:
 def test_interpreted(case: Case) -> None:
     assert is_supported(case)
     check(case, EXACT, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("case", "supported"),
-    [
-        (Case(key_dim=32, value_dim=32), True),
-        (Case(key_dim=33, value_dim=32), False),
-        (Case(key_dim=8, value_dim=128), True),
-        (Case(dtype=torch.bfloat16), False),
-        (Case(tokens=2048, num_householder=2), True),
-        (Case(tokens=2049, num_householder=2), False),
-    ],
-    ids=str,
-)
-def test_supported_sizes(case: Case, supported: bool) -> None:
-    assert is_supported(case) == supported
-
-
-def test_without_gradients_no_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, run = [], chunk.delta_product_forward
-    spy = lambda *args: (kept.append(args[-3]), run(*args))  # noqa: E731
-    monkeypatch.setattr(chunk, "delta_product_forward", spy)
-    q, k = torch.randn(1, 3, 1, 8, device=DEVICE), torch.randn(1, 3, 2, 1, 8, device=DEVICE)
-    beta = torch.rand(1, 3, 2, 1, device=DEVICE)
-    expected, _ = delta_product(q, k, k, beta, qk_l2norm=True, backend="triton")
-    trained, _ = delta_product(q.requires_grad_(), k, k, beta, qk_l2norm=True, backend="triton")
-    assert kept[0] is None and kept[1].shape == (1, 3, 2, 1, 8, 8)
-    assert torch.equal(trained, expected)
 
 
 @pytest.mark.gpu
@@ -132,13 +103,6 @@ def test_step_half_precision(dtype):
     check_step(step_inputs(2, True, (64, 64), dtype), l2norm=True)
 
 
-def test_closed_gates_and_step_sizes_at_their_ends():
-    inputs = step_inputs(4, True, (32, 32), torch.float32)
-    inputs["g"][:, 0] = -torch.inf
-    inputs["beta"][:, 0], inputs["beta"][:, 1] = 0.0, 2.0
-    check_step(inputs, l2norm=True)
-
-
 def test_step_of_grouped_heads():
     inputs = step_inputs(2, True, (16, 24), torch.float32, heads=4)
     check_step(inputs | {"q": inputs["q"][:, ::2], "k": inputs["k"][:, :, ::2]}, l2norm=True)
@@ -174,14 +138,6 @@ def test_state_in_bfloat16_is_rounded_once_a_token(backend):
     assert rounded.dtype == torch.bfloat16
     assert 1e-4 < relative_rms(rounded, exact) < 1e-2
     assert 1e-4 < relative_rms(o, expected) < 1e-2
-
-
-def test_gradients_and_float64_are_refused():
-    inputs = step_inputs(1, True, (16, 16), torch.float32)
-    with pytest.raises(ValueError, match="records no gradients"):
-        delta_product_step(**{**inputs, "v": inputs["v"].requires_grad_()}, backend="triton")
-    with pytest.raises(ValueError, match="takes no torch"):
-        delta_product_step(**in_float64({**inputs, "v": inputs["v"].detach()}), backend="triton")
 
 
 def test_auto_keeps_gradients():

@@ -1,11 +1,7 @@
 """What the operator accepts, what it says when it does not, and which backend it picks."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.delta_product import delta_product, delta_product_step, resolve_backend
@@ -46,33 +42,13 @@ def test_scale_defaults_to_the_inverse_root_of_the_key_dimension():
     ("name", "value", "message"),
     [
         ("q", torch.zeros(B, T, K), r"q has shape \[2, 6, 8\], expected 4 axes \[B, T, H, K\]"),
-        ("k", torch.zeros(B, T, H, K), r"k has shape .*, expected 5 axes \[B, T, N, H, K\]"),
-        ("k", torch.zeros(B, T, N, H, K + 1), r"k has shape .*: axis K of .* is 9, expected 8"),
-        ("k", torch.zeros(B, T, 0, H, K), r"k has shape .*: axis N of .* is 0, expected at least 1"),
+        ("q", torch.zeros(B, T, H, K, dtype=torch.long), "q is torch.int64"),
         ("v", torch.zeros(B, T, N + 1, H, V), r"v has shape .*: axis N of .* is 4, expected 3"),
         ("v", torch.zeros(B, T, N, H, V).half(), r"v is torch.float16, expected torch.float32"),
-        ("beta", torch.zeros(B, T, N, H, 1), r"beta has shape .*, expected 4 axes \[B, T, N, HV\]"),
-        ("beta", torch.zeros(B, T, N, 2 * H), r"axis HV of .* is 4, expected 2"),
-        ("q", torch.zeros(B, T, 4, K), r"axis H of .* is 2, expected 4"),
-        ("beta", torch.zeros(B, T, N, H).bfloat16(), r"beta is torch.bfloat16, expected torch.float32"),
         ("beta", torch.full((B, T, N, H), 2.5), r"beta lies in \[2.5, 2.5\], expected \[0, 2\]"),
-        ("beta", torch.full((B, T, N, H), -0.1), r"beta lies in .*, expected \[0, 2\]"),
-        ("g", torch.zeros(B, T, N, H), r"g has shape .*, expected 3 axes \[B, T, HV\]"),
-        ("g", torch.zeros(B, T, H).double(), r"g is torch.float64, expected torch.float32"),
         ("g", torch.full((B, T, H), 0.1), r"g reaches 0.1, expected a log decay <= 0"),
         ("g", torch.zeros(B, T, H, device="meta"), r"g is on meta, expected cpu"),
-        (
-            "initial_state",
-            torch.zeros(B, H, V, K),
-            r"initial_state has shape .*, expected .* = \[2, 2, 8, 5\]",
-        ),
-        (
-            "initial_state",
-            torch.zeros(B, H, K, V).half(),
-            r"initial_state is torch.float16, expected torch.float32",
-        ),
-        ("initial_state", torch.zeros(B, H, K, V, device="meta"), r"initial_state is on meta, expected cpu"),
-        ("scale", float("nan"), r"scale is nan, expected a finite number"),
+        ("initial_state", torch.zeros(B, H, V, K), r"initial_state has shape .* = \[2, 2, 8, 5\]"),
         ("scale", torch.tensor(0.5, requires_grad=True), "gradient"),
     ],
 )
@@ -81,59 +57,17 @@ def test_a_wrong_argument_is_named(name, value, message):
         delta_product(**{**valid(), name: value})
 
 
-def test_value_heads_are_a_multiple_of_key_heads():
-    inputs = random_inputs(T, N, heads=3)
-    inputs |= {name: inputs[name][..., :2, :] for name in "qk"}
-    with pytest.raises(ValueError, match=r"v has 3 heads .* multiple of H = 2"):
-        delta_product(**inputs)
-
-
-def test_an_integer_query_is_refused():
-    inputs = valid() | {"q": torch.zeros(B, T, H, K, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r"q is torch.int64, expected one of"):
-        delta_product(**inputs)
-
-
 @pytest.mark.parametrize(
     ("cu_seqlens", "message"),
     [
         ([0, T], "cu_seqlens is a list"),
-        (torch.tensor([0]), r"cu_seqlens has shape \[1\], expected \[S \+ 1\]"),
-        (torch.tensor([[0, T]]), r"cu_seqlens has shape \[1, 2\], expected \[S \+ 1\]"),
-        (torch.tensor([0.0, T]), r"cu_seqlens is torch.float32, expected torch.int32 or torch.int64"),
         (torch.tensor([0, T - 1]), r"cu_seqlens runs from 0 to 5, expected non-decreasing from 0 to T = 6"),
-        (torch.tensor([1, T]), r"cu_seqlens runs from 1 to 6"),
         (torch.tensor([0, 4, 3, T]), r"expected non-decreasing"),
-        (torch.tensor([0, T], device="meta"), r"cu_seqlens is on meta, expected cpu"),
     ],
 )
 def test_wrong_document_boundaries_are_named(cu_seqlens, message):
     with pytest.raises(ValueError, match=message):
         delta_product(**{**packed(0, T), "cu_seqlens": cu_seqlens})
-
-
-def test_packed_documents_lie_in_one_row():
-    inputs = valid() | {"cu_seqlens": torch.tensor([0, T])}
-    with pytest.raises(ValueError, match=r"cu_seqlens .* batch 1, not 2"):
-        delta_product(**inputs)
-
-
-def test_initial_states_are_counted_by_document():
-    inputs = packed(0, 2, T) | {"initial_state": torch.zeros(1, H, K, V)}
-    with pytest.raises(ValueError, match=r"initial_state has shape .* = \[2, 2, 8, 5\]"):
-        delta_product(**inputs)
-
-
-def test_boundaries_may_be_int64():
-    o32, _ = delta_product(**packed(0, 2, T))
-    o64, _ = delta_product(**packed(0, 2, T, dtype=torch.int64))
-    assert torch.equal(o32, o64)
-
-
-def test_a_nan_is_the_callers_to_find():
-    inputs = valid()
-    inputs["beta"][0, 0, 0, 0] = torch.nan
-    assert delta_product(**inputs)[0].isnan().any()
 
 
 def test_the_step_checks_its_arguments_too():
@@ -162,23 +96,10 @@ def test_backend_is_the_argument_then_the_variable_then_the_device(monkeypatch):
         assert resolve_backend("auto", CPU) == "chunk"
 
 
-def test_an_unknown_backend_is_named_with_its_source(monkeypatch):
-    with pytest.raises(ValueError, match="backend='fast' is unknown: choose auto, recurrent, chunk, triton"):
-        delta_product(**valid(), backend="fast")
-    monkeypatch.setenv("FLA_TRAIN_BACKEND", "quick")
-    with pytest.raises(ValueError, match="FLA_TRAIN_BACKEND='quick' is unknown"):
-        delta_product(**valid())
-
-
 def test_triton_without_a_gpu_raises_and_never_falls_back(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="'triton' needs a CUDA device, got cpu"):
         delta_product(**valid(), backend="triton")
-
-
-def test_importing_the_operator_does_not_import_triton():
-    program = "import sys, fla_train.kernels.delta_product; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 @pytest.mark.parametrize("backend", ["chunk", "triton"])
@@ -215,16 +136,6 @@ def test_autocast_and_activation_checkpointing_change_nothing(backend, checkpoin
     assert o.dtype == torch.float32 and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("used", [0, 1], ids=["outputs", "final state"])
-def test_gradients_when_only_one_output_is_used(backend, used):
-    found = []
-    for name in (backend, "recurrent"):
-        leaves, call = differentiable_call(name, output_final_state=True)
-        loss = call()[used].square().sum()
-        found.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
 def test_a_state_may_be_carried_in_place(backend):
     """The backward pass reads no values of the initial state, so that it may be overwritten before."""
     inputs = random_inputs(30, 2, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32)
@@ -239,42 +150,6 @@ def test_a_state_may_be_carried_in_place(backend):
             state.copy_(final.detach())
         found.append(torch.autograd.grad(o.square().sum(), leaves))
     assert all(map(torch.equal, *found))
-
-
-class Shapes(TorchDispatchMode):
-    """Records the shapes of all tensors that operations return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.Size] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        tensors = result if isinstance(result, tuple | list) else [result]
-        self.seen += [x.shape for x in tensors if isinstance(x, torch.Tensor)]
-        return result
-
-
-@pytest.mark.usefixtures("by_chunks")
-@pytest.mark.parametrize("backend", ["chunk", "triton"])
-def test_a_state_without_gradient_costs_none(backend):
-    """Its gradient is made where it is asked for only; the others are the same to the bit."""
-    made, found = {}, {}
-    for asked in (True, False):
-        inputs = random_inputs(
-            30, 2, key_dim=16, value_dim=24, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32
-        )
-        inputs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        leaves = differentiable(inputs)
-        state = inputs["initial_state"].requires_grad_(asked)
-        o, final = delta_product(**inputs, backend=backend, output_final_state=True)
-        with Shapes() as shapes:
-            o.square().sum().backward()
-        made[asked] = shapes.seen.count(state.shape)
-        found[asked] = [x.grad for x in leaves if x is not state]
-        assert (state.grad is not None) == asked and final.shape == state.shape
-    assert made[True] > made[False] == 0
-    assert all(map(torch.equal, found[True], found[False]))
 
 
 def differentiable_call(backend, **options):

@@ -16,7 +16,6 @@ from fla_train.kernels.delta_product.triton.launch_table import (
     lookup,
     nearest,
     option_error,
-    read_table,
     write_table,
 )
 from fla_train.kernels.delta_product.triton.launches import ROWS
@@ -28,14 +27,6 @@ PLAIN = fallback()
 def marked(number: int) -> LaunchOptions:
     """Options that can be told from others."""
     return replace(PLAIN, chunk_prepare_wy={"num_warps": 4, "maxnreg": number})
-
-
-@pytest.mark.parametrize(
-    ("dims", "expected"),
-    [((128, 128, 2), (128, 128, 2)), ((16, 8, 1), (64, 64, 1)), ((65, 130, 7), (128, 192, 7))],
-)
-def test_dims_round_up_to_tiles(dims, expected):
-    assert Key.of("9.0", *dims) == Key("9.0", *expected)
 
 
 def test_the_nearest_row_that_is_not_beyond_serves():
@@ -81,16 +72,6 @@ def choose(
     return lookup(dtype, Key.of(architecture, key_dim, value_dim, num_householder))[0]
 
 
-def test_unknown_cards_wide_keys_and_fp32_get_what_fits_any():
-    assert asdict(choose("cpu", 128, 128, 1)) == asdict(PLAIN)
-    assert choose("9.0", 128, 128, 1).chunk_bwd_qkg["num_stages"] == 3
-    assert asdict(choose("9.0", 128, 128, 1, torch.float32)) == asdict(PLAIN)
-    assert asdict(choose("9.0", 256, 128, 1)) == asdict(PLAIN)
-    assert asdict(choose("10.0", 64, 64, 1)) == asdict(PLAIN)
-    for options in (choose("10.0", 256, 256, 1), choose("10.0", 64, 64, 1, torch.float32)):
-        assert [given["num_warps"] for given in asdict(options).values()] == [8, 16, 16, 16]
-
-
 def test_the_users_rows_come_before_those_that_ship(launch_cache):
     write_table(launch_cache / "launches.json", {Key("9.0", 128, 128, 2): marked(99)}, {"devices": ["here"]})
     found = [choose("9.0", 128, 128, n).chunk_prepare_wy["maxnreg"] for n in (1, 2, 3)]
@@ -99,48 +80,17 @@ def test_the_users_rows_come_before_those_that_ship(launch_cache):
     assert list(launch_cache.iterdir()) == [launch_cache / "launches.json"]
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path):
-    table = as_table(ROWS)
-    write_table(tmp_path / "copy.json", table, {})
-    again = read_table(tmp_path / "copy.json")
-    assert {key: asdict(value) for key, value in again.items()} == {
-        key: asdict(value) for key, value in table.items()
-    }
-
-
-ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(PLAIN)}
+MISCOMPILED = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(PLAIN)}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is no table of launch options"),
-        ('{"rows": [', "is no table"),
-        ("[]", "is no table"),
-        ('{"rows": [{"architecture": "9.0"}]}', "is no table .*KeyError"),
-        (json.dumps({"rows": [ROW | {"chunk_fwd": {"num_warps": 4}}]}), "chunk_fwd lacks BV"),
-        (json.dumps({"rows": [ROW | {"chunk_fwd": {"BV": 32}}]}), "BV of chunk_fwd is 32"),
-        (json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"num_warps": 3}}]}), "is 3, expected"),
-        (
-            json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"num_warps": True}}]}),
-            "is True, expected a positive",
-        ),
-        (json.dumps({"rows": [ROW | {"chunk_prepare_wy": {"BV": 64}}]}), "has no option BV"),
-        (json.dumps({"rows": [ROW | {"value_dim": "128"}]}), "value_dim"),
-        (json.dumps({"rows": [ROW | {"num_householder": None}]}), "num_householder"),
-        (json.dumps({"rows": [ROW | {"architecture": 9.0}]}), "architecture"),
-        (
-            json.dumps({"rows": [ROW | {"chunk_bwd_qkg": {"BV": 64, "BKO": 64, "num_stages": 3}}]}),
-            "num_stages of chunk_bwd_qkg is 3, which miscompiles at V = 192",
-        ),
-    ],
+    "text", ["{", '{"rows": [{"architecture": "9.0"}]}', json.dumps({"rows": [MISCOMPILED]})]
 )
-def test_a_file_that_cannot_be_used_is_one_line_that_names_it(launch_cache, text, message):
+def test_a_file_that_cannot_be_used_is_named(launch_cache, text):
     (launch_cache / "launches.json").write_text(text)
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match="fla-bench tune") as raised:
         choose("cpu", 64, 64, 1)
-    assert str(launch_cache / "launches.json") in str(raised.value) and "\n" not in str(raised.value)
-    assert "fla-bench tune" in str(raised.value)
+    assert str(launch_cache / "launches.json") in str(raised.value)
 
 
 def test_forced_options_reach_the_kernels_and_leave_afterwards():

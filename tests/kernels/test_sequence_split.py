@@ -2,17 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import pairwise
 
 import pytest
 import torch
-import triton.language as tl
 
 from fla_train.kernels.delta_product import delta_product, select
 from fla_train.kernels.delta_product.select import override, segment_chunks, select_kernel
-from fla_train.kernels.delta_product.triton import sequence_split
-from fla_train.kernels.delta_product.triton.chunk_arguments import Call
-from fla_train.kernels.delta_product.triton.sequence_split import Segments
 from tests.kernels.operator_cases import (
     BF16_EQUAL,
     BF16_HARD,
@@ -65,57 +60,9 @@ def test_packed_rows_are_split_where_documents_are_longer_than_segments(
     assert [num_segments(16, 128, documents) for documents in (1, 7, 8, 1000)] == [9, 15, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("hopper", "dim", "split"), [(False, 128, True), (False, 256, False), (True, 256, True)]
-)
-def test_wide_keys_are_split_where_shared_memory_holds_a_transition(
-    monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, split: bool
-) -> None:
-    pretend_device(monkeypatch, hopper)
-    assert bool(num_segments(4, dim)) is split
-
-
 def pretend_device(monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
     monkeypatch.setattr(select, "_device", lambda _: (132, hopper))
     select.clear_caches()
-
-
-@pytest.mark.parametrize("cu_seqlens", [None, (0, 0, 3, 60, 60, 130, 150, 150), (0, 150)])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_segments_lie_end_to_end(
-    split_into: Callable[[int], None], cu_seqlens: tuple[int, ...] | None, chunks: int
-) -> None:
-    split_into(chunks)
-    batch, length, num_householder, chunk_tokens = (2 if cu_seqlens is None else 1), 150, 4, 16
-    q = torch.empty(batch, length, 1, 8, device=DEVICE)
-    k = torch.empty(batch, length, num_householder, 1, 8, device=DEVICE)
-    bounds, spans = (), list(pairwise(cu_seqlens or (0, length, 2 * length)))
-    first_chunk = [0]
-    for start, end in spans:
-        first_chunk.append(first_chunk[-1] + -(-(end - start) // chunk_tokens))
-    if cu_seqlens is not None:
-        bounds = [torch.tensor(x, device=DEVICE) for x in (cu_seqlens, first_chunk, [0])]
-    selection = select.select_for(q, k, bounds[0] if bounds else None, False)
-    segments = Segments(selection, Call.of(q, k, k[..., 0], False, bounds, False, [q] * 7), q.device)
-
-    expected, owners = [], []
-    for number, ((start, end), chunk) in enumerate(zip(spans, first_chunk, strict=False)):
-        firsts = list(range(start, end, chunks * chunk_tokens)) or [start]
-        expected += [(first, chunk + (first - start) // chunk_tokens) for first in firsts]
-        owners += [number] * len(firsts)
-    spare = segments.count - len(expected)
-    assert 0 <= spare <= len(spans)
-    ends = [first for first, _ in expected] + [spans[-1][1]] * (spare + 1)
-    assert segments.sequences["cu_seqlens"][: segments.count + 1].tolist() == ends
-    assert segments.sequences["chunk_offsets"][: len(expected)].tolist() == [chunk for _, chunk in expected]
-    numbers, out = (
-        torch.arange(segments.count, device=DEVICE),
-        torch.empty(0, dtype=torch.int64, device=DEVICE),
-    )
-    segments.select_first(numbers, out)
-    assert out.tolist() == [owners.index(s) for s in range(len(spans))]
-    segments.select_last(numbers, out)
-    assert out.tolist() == [len(owners) - 1 - owners[::-1].index(s) for s in range(len(spans))]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
@@ -137,16 +84,6 @@ def test_segments_lie_end_to_end(
 def test_interpreted_fp32(case: Case, chunks: int, split_into: Callable[[int], None]) -> None:
     split_into(chunks)
     check(case, uniform(2e-5), "cpu")
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
-@pytest.mark.parametrize("inputs", ["resets", "fast decay", "random"])
-def test_decays_are_looked_at_in_a_part_of_a_long_segment(
-    inputs: str, split_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sequence_split, "WINDOW", tl.constexpr(2))
-    split_into(3)
-    check(Case(num_householder=16, tokens=34, inputs=inputs), uniform(2e-5), "cpu")
 
 
 def test_keys_of_any_norm(split_into: Callable[[int], None]) -> None:
@@ -185,22 +122,6 @@ def test_split_inference_and_recomputation_equal_training(
         with torch.no_grad():
             again = delta_product(q, k, v, beta, g, **kwargs)
     assert torch.equal(trained[0], again[0]) and torch.equal(trained[1], again[1])
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_split_call_compiles_to_one_graph(split_into: Callable[[int], None]) -> None:
-    split_into(1)
-    (q, k, v, beta, g, state), do, _ = make_inputs(Case(num_householder=16, tokens=14), DEVICE)
-    k.requires_grad_()
-
-    kwargs = {"initial_state": state, "qk_l2norm": True, "backend": "triton"}
-    eager, _ = delta_product(q, k, v, beta, g, **kwargs)
-    compiled, _ = torch.compile(delta_product, fullgraph=True, backend="aot_eager")(
-        q, k, v, beta, g, **kwargs
-    )
-    assert torch.equal(compiled, eager)
-    expected, actual = (torch.autograd.grad(o, k, do)[0] for o in (eager, compiled))
-    assert torch.equal(actual, expected)
 
 
 GPU_CASES = [

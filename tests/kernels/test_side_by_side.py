@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fla_train.kernels.fused_ops import recurrence_gates, rms_norm, short_convolution, swiglu_linear
-from fla_train.kernels.fused_ops.side_by_side import SideBySideGradients, as_rows
+from fla_train.kernels.fused_ops.side_by_side import SideBySideGradients
 from fla_train.models.layers import project
 from tests.kernels.test_fused_ops import BF16, DEVICE, FP32, INTERPRETED, random
 
@@ -107,21 +106,6 @@ def test_gpu(consumer: Consumer, sizes: tuple[int, ...], collected: list[bool]) 
     assert collected == [True]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activations_that_are_computed_again(reentrant: bool, collected: list[bool]) -> None:
-    layers, x = linears(8, (20, 20)), random(3, 8).requires_grad_()
-
-    def run(x: Tensor) -> Tensor:
-        return mlp(project(x, *layers), "triton")[0]
-
-    checkpoint(run, x, use_reentrant=reentrant).sum().backward()
-    leaves = [x, *(layer.weight for layer in layers)]
-    torch.testing.assert_close(
-        [leaf.grad for leaf in leaves], list(torch.autograd.grad(run(x).sum(), leaves))
-    )
-    assert collected == [True, True]
-
-
 def both(projections: list[Tensor]) -> list[Tensor]:
     """The first projection has a second use, so that its gradient is a sum."""
     return [*mlp(projections, "triton"), projections[0] * projections[0]]
@@ -148,39 +132,3 @@ def test_backward_passes_after_one_another() -> None:
     torch.testing.assert_close(second, third, rtol=0, atol=0)
     (expected,) = mlp([layer(x) for layer in layers], "torch")
     torch.testing.assert_close(third, torch.autograd.grad((2 * expected).sum(), x))
-
-
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_projection_without_a_use_and_a_frozen_weight(used: int) -> None:
-    layers, x = linears(8, (12, 12)), random(2, 5, 8).requires_grad_()
-    layers[0].weight.requires_grad_(False)
-
-    def run(projections: list[Tensor], backend: str) -> list[Tensor]:
-        y, _ = short_convolution(projections[used], weights(12, 1, 4), backend=backend)
-        return torch.autograd.grad(y.sum(), (x, layers[1].weight), allow_unused=True)
-
-    dx, dweight = run(project(x, *layers), "triton")
-    wanted_dx, wanted_dweight = run([layer(x) for layer in layers], "torch")
-    torch.testing.assert_close(dx, wanted_dx)
-    torch.testing.assert_close(dweight, layers[1].weight * 0 if wanted_dweight is None else wanted_dweight)
-
-
-def test_a_compiled_graph_has_the_same_gradients() -> None:
-    layers, x = linears(8, (20, 20)), random(3, 8).requires_grad_()
-
-    def run(x: Tensor) -> list[Tensor]:
-        return mlp(project(x, *layers), "triton")
-
-    leaves = [x, *(layer.weight for layer in layers)]
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled(x), leaves), gradients(run(x), leaves))
-
-
-def test_rows_of_a_slice_are_taken_as_they_are() -> None:
-    wide = random(2, 3, 40)
-    assert (
-        as_rows(wide[..., 8:20]) is not None
-        and as_rows(wide[..., 8:20]).data_ptr() == wide[..., 8:].data_ptr()
-    )
-    for x in (wide[:, :2, :12], wide.mT, wide[..., ::2], wide.transpose(0, 1)):
-        assert as_rows(x).is_contiguous() and torch.equal(as_rows(x), x)

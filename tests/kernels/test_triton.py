@@ -22,7 +22,6 @@ from tests.kernels.operator_cases import (
     check,
     make_inputs,
     real,
-    results,
     uniform,
 )
 
@@ -100,28 +99,6 @@ def test_gpu_gates_that_are_nan_show(dim: int) -> None:
     g[0, 65] = torch.nan
     o, _ = delta_product(q, k, v, beta, g, qk_l2norm=True, backend="triton")
     assert o[0, 65].isnan().all() and not o[0, :64].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype", "message"),
-    [
-        (Case(tokens=2), torch.float64, "float64"),
-        (Case(tokens=1, num_householder=65), torch.float32, "at most 64"),
-        (
-            Case(tokens=1, key_dim=129),
-            torch.float32,
-            "key dimension of at most 128 .* choose bfloat16 or backend=chunk",
-        ),
-        (Case(tokens=1, key_dim=257), torch.bfloat16, "key dimension of at most 256 .* choose backend=chunk"),
-    ],
-)
-def test_unsupported_requests_name_the_fault(case: Case, dtype: torch.dtype, message: str) -> None:
-    (q, k, v, *rest), *gradients = make_inputs(case, "cpu" if INTERPRETED else "cuda")
-    if dtype is torch.float64:
-        rest = [x.to(dtype) for x in rest]
-    tensors = [*(x.to(dtype) for x in (q, k, v)), *rest]
-    with pytest.raises(ValueError, match=message):
-        results(case, tensors, *gradients, backend="triton")
 
 
 @pytest.mark.gpu
