@@ -80,12 +80,12 @@ def test_the_users_rows_come_before_those_that_ship(launch_cache):
     assert list(launch_cache.iterdir()) == [launch_cache / "launches.json"]
 
 
-MISCOMPILED = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(PLAIN)}
+MISCOMPILED = {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 3}  # where V = 192
+ROW = {"architecture": "cpu", "key_dim": 64, "value_dim": 192, "num_householder": 1, **asdict(PLAIN)}
+WRONG = json.dumps({"rows": [ROW | {"chunk_bwd_qkg": MISCOMPILED}]})
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '{"rows": [{"architecture": "9.0"}]}', json.dumps({"rows": [MISCOMPILED]})]
-)
+@pytest.mark.parametrize("text", ["{", '{"rows": [{"architecture": "9.0"}]}', WRONG])
 def test_a_file_that_cannot_be_used_is_named(launch_cache, text):
     (launch_cache / "launches.json").write_text(text)
     with pytest.raises(ValueError, match="fla-bench tune") as raised:
