@@ -1,9 +1,9 @@
 """Cached kernel launcher that skips Triton's per-call specialization to cut host time.
 
 `kernel[grid](...)` works out the type and divisibility of each of 30 to 40 arguments, turns the options into
-text and compares every global constant that the kernel reads, only to find what it compiled before. For a
-small call that takes longer than the kernels (docs/dev/kernels.md, "Measured"). Here compiled kernels are
-kept under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
+text and compares every global constant that the kernel reads, only to look up a compiled kernel. For a small
+call this takes longer than the kernels (docs/dev/kernels.md, "Measured"). Here compiled kernels are kept
+under a key that is cheaper to make, and launched in Triton's way for compiled kernels,
 `compiled[grid](*arguments)`.
 """
 
@@ -23,7 +23,7 @@ def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: A
     """`kernel[grid](**arguments)` on the current device; the grid has one to three dimensions.
 
     The arguments are all those of the kernel, and launch options: num_warps, num_stages, maxnreg, launch_pdl.
-    What is compiled may depend on them only: Triton's own knobs are read at the first call.
+    The compiled kernel may depend on these arguments only: Triton's knobs are read at the first call.
     """
     if not isinstance(kernel, triton.JITFunction):  # of Triton's interpreter
         kernel[grid](**arguments)
@@ -37,7 +37,7 @@ def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: A
     )
     compiled = variants.get(key)
     if compiled is None:
-        variants[key] = kernel[grid](**arguments)  # which refuses arguments that the kernel does not have
+        variants[key] = kernel[grid](**arguments)  # raises for unknown arguments
     else:
         compiled[(*grid, 1, 1)[:3]](*[arguments[name] for name in names])
 
@@ -51,7 +51,7 @@ def _parameters(kernel: triton.JITFunction) -> tuple[list[str], list[str], list[
 
 
 def _trait(argument: Any) -> Hashable:
-    """What Triton may specialize on of an argument that is no constexpr."""
+    """Return the properties of a non-constexpr argument that Triton may specialize on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT
     if argument is None:

@@ -3,7 +3,7 @@
 Triton compiles a kernel at its first launch, for seconds, and one after another. Here the work is run once
 without launches, which takes milliseconds and tells every kernel with its specialization; Triton's
 `AsyncCompileMode` compiles them in threads. The compiler's passes release Python's lock, and `ptxas` is a
-process of its own. Each thread also loads its kernel on the device, for which Triton 3.6 compiles a launcher
+separate process. Each thread also loads its kernel on the device, for which Triton 3.6 compiles a launcher
 in C: half a second that the first launch would take otherwise.
 """
 

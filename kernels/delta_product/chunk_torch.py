@@ -61,7 +61,7 @@ class ChunkLayout:
 
     @staticmethod
     def of(tokens: int, num_householder: int, cu_seqlens: Tensor | None) -> "ChunkLayout":
-        """The layout of a row of so many tokens, or of the documents packed in it."""
+        """Return the layout of a row, or of the documents packed in it."""
         fitting = max(1, CHUNK_STEPS // num_householder)
         size = min(tokens, 1 << (fitting.bit_length() - 1))  # a power of two: odd sizes are a third slower
         lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
@@ -109,7 +109,7 @@ class ChunkLayout:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What chunks hold besides their states. Shapes are given without the leading axes [chunks, B * H]."""
+    """Values of chunks besides their states. Shapes are given without the leading axes [chunks, B * H]."""
 
     q: Tensor  # [C, K]
     k: Tensor  # [M, K]

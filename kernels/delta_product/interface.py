@@ -8,8 +8,8 @@ This is Gated DeltaProduct (arXiv 2502.10297, section 3); N = n_h = 1 is (Gated)
 sequences, T tokens, H heads, N Householder steps per token, K key and V value channels. A head of q and k may
 serve several consecutive value heads, HV / H of them: it is repeated for the backends in PyTorch, and read
 where it is by Triton's. All backends, kernels, tests and pages use the notation below, with symbols of arXiv
-2406.06484 and 2412.06464. A chunk has C tokens and M = N C Householder steps; `.*` is elementwise, where a
-step takes the factor of its token.
+2406.06484 and 2412.06464. A chunk has C tokens and M = N C Householder steps; `.*` is elementwise, where each
+step uses the factor of its token.
 
     S, S'   [K, V]   state before and after the chunk
     g_cum   [C]      cumulative log decay: sum of g from the chunk's start to a token
@@ -73,7 +73,7 @@ def delta_product(
         initial_state: [B, HV, K, V], or [S, HV, K, V] with `cu_seqlens`; dtype as `beta`; None: zeros.
         output_final_state: also return the state after the last token of each sequence.
         cu_seqlens: int32 or int64 [S + 1], boundaries 0 = c_0 <= ... <= c_S = T of S documents packed in one
-            row (B = 1). Each document has a state of its own; documents may be empty.
+            row (B = 1). Each document has its state; documents may be empty.
         qk_l2norm: divide every query and key vector by sqrt(|x|^2 + 1e-6) first, in float32.
         recompute: keep only the inputs for the backward pass, which then runs the forward again; nothing may
             write to them before.
@@ -132,7 +132,7 @@ def delta_product_step(
     v [B, N, HV, V], beta [B, N, HV], g [B, HV]. `state` [B, HV, K, V], in the dtype of `beta` or in bfloat16
     to save memory (the arithmetic stays as it is, the new state is rounded), is read and left as it was.
     `backend="triton"` is one kernel, without gradients and for at most float32; any other is the definition
-    in PyTorch. "auto" takes the kernel on a GPU where it can.
+    in PyTorch. "auto" selects the kernel on a GPU where it can.
 
     Returns:
         o [B, HV, V] in the dtype of `q`, and the new state [B, HV, K, V] in the dtype of `state`.

@@ -32,15 +32,16 @@ from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 CHUNK_STEPS = 64  # Householder steps of a chunk: the row count of a Hopper matrix instruction
 # Beyond these key dimensions the tiles of a chunk do not fit in shared memory.
 MAX_KEY_DIM = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
-# What `fused_recurrent` takes: elements of a state (K and V rounded up) that a warp holds in 32 registers a
+# Limits of `fused_recurrent`: elements of a state (K and V rounded up) that a warp holds in 32 registers a
 # thread, and Householder steps of a row; timed were up to 256.
 RECURRENT_STATE, RECURRENT_STEPS = 1024, 4096
 # Programs of the serial kernels, with tiles of 64 columns of V, that share a multiprocessor.
 PROGRAMS_PER_PROCESSOR = 2
 # The Python files of an export are without these kernels: see fla_train/hub/remote_code.py.
 HAS_HOPPER_KERNELS = find_spec(f"{__package__}.hopper") is not None
-# Measured on an H100 (docs/dev/kernels.md): the extra pass over two or three segments costs what it saves,
-# and on shorter rows the host takes longer for five more launches than the device for the rows as they are.
+# Measured on an H100 (docs/dev/kernels.md): the extra pass over two or three segments costs as much as it
+# saves, and on shorter rows the host takes longer for five more launches than the device for the rows as they
+# are.
 MIN_SEGMENTS, MIN_SEGMENT_CHUNKS, MIN_ROW_CHUNKS = 4, 8, 128
 # The share of the multiprocessors that `chunk_bwd_fused` keeps at work, with a program per sequence and head,
 # below which two kernels are faster.
@@ -118,7 +119,7 @@ def override(**decisions: object) -> Iterator[None]:
 
 
 class Sizes(NamedTuple):
-    """What `select_kernel` decides by."""
+    """Sizes of a call, the input of `select_kernel`."""
 
     device: torch.device
     dtype: torch.dtype  # of q, k and v
@@ -145,7 +146,7 @@ def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) 
         The decisions; `explain()` gives a sentence for each.
 
     Raises:
-        ValueError: for what the backend does not take, and a user's launches.json that cannot be used.
+        ValueError: the backend does not support the sizes, or a user's launches.json is invalid.
     """
     asked = Sizes(torch.device(device), dtype, **sizes)
     check_limits(dtype, asked.key_dim, asked.num_householder)
@@ -153,7 +154,7 @@ def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) 
 
 
 def check_limits(dtype: torch.dtype, key_dim: int, num_householder: int) -> None:
-    """Check what the Triton backend takes.
+    """Check the limits of the Triton backend.
 
     Raises:
         ValueError: for float64, for more than 64 Householder steps per token, or for a key dimension over 256

@@ -1,7 +1,7 @@
 """Check that a backend is right on this machine: `check_backend` compares it with the recurrence in float64.
 
 It compares the output, the final state and every gradient on a few small cases that reach each branch of a
-kernel, in seconds. `fla-doctor` prints the report, and training refuses to start on a failed one.
+kernel, in seconds. `fla-doctor` prints the report, and training does not start if it failed.
 """
 
 import math
@@ -34,16 +34,16 @@ class Case:
     num_householder: int
     beta: tuple[float, float] = (0.0, 2.0)
     alpha: tuple[float, float] | None = None  # None: no gate
-    closed_every: int = 0  # every so many tokens a gate of zero, g = -inf; 0: never
+    closed_every: int = 0  # tokens between gates of zero, g = -inf; 0: none
     initial_state: bool = False
     final_state: bool = True  # asked for and differentiated; kernels without one are compiled apart
     documents: tuple[int, ...] | None = None  # cu_seqlens
     qk_l2norm: bool = True
     segment_chunks: int | None = (
-        None  # Triton splits sequences into segments of so many; None: by their sizes
+        None  # chunks of a segment that Triton splits sequences into; None: decided by size
     )
     head_dims: tuple[int, int] | None = None  # K and V; None: those that `check_backend` is asked for
-    busy: bool = False  # so many copies of the batch that a GPU is busy: `chunk_bwd_fused` runs on Hopper
+    busy: bool = False  # enough copies of the batch to fill a GPU: `chunk_bwd_fused` runs on Hopper
 
 
 # Few different combinations of (head dims, num_householder, gated, packed): Triton compiles for each.
@@ -62,7 +62,7 @@ CASES = (
 
 
 def model_cases(num_householder: int, gated: bool) -> tuple[Case, ...]:
-    """What a model with n_h = `num_householder` runs in training, where no states go in or out."""
+    """Return the cases that a model with n_h = `num_householder` runs in training, without states."""
     cases = (case for case in CASES if not (case.documents or case.segment_chunks))
     cases = (case for case in cases if (case.alpha is not None) == gated)
     without = {"initial_state": False, "final_state": False, "head_dims": None}
@@ -71,7 +71,7 @@ def model_cases(num_householder: int, gated: bool) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of one case: its relative RMS error |x - reference| / |reference|, and what is allowed."""
+    """One tensor of one case: its relative RMS error |x - reference| / |reference|, and its tolerance."""
 
     case: str
     tensor: str  # "o", "final_state", or "d" + the name of an input
@@ -89,7 +89,7 @@ class CheckReport:
     device: str
     dtype: torch.dtype
     rows: tuple[Row, ...]
-    failure: str | None = None  # what the backend raised, if it did
+    failure: str | None = None  # the backend's error, if any
 
     @property
     def ok(self) -> bool:
@@ -211,8 +211,8 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>, a and b random.
 
-    Where the batch is so many copies of a smaller one, a and b are the same for each of them. With
-    `final_state` false there is none, and only o is differentiated, as in training.
+    If the batch consists of copies of a smaller one, all copies have the same a and b. Without `final_state`
+    only o is differentiated, as in training.
     """
     leaves = {
         name: inputs[name].detach().clone().requires_grad_()

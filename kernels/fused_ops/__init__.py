@@ -1,7 +1,7 @@
 """Fused memory-bound ops: convolution, RMSNorm, SwiGLU, gates, rotary positions, loss, selective scan.
 
 Each has a PyTorch definition and Triton kernels that read their inputs and write their outputs once, with the
-same gradients; `backend="auto"` takes the kernels on CUDA. See docs/dev/fused_ops.md.
+same gradients; `backend="auto"` selects the kernels on CUDA. See docs/dev/fused_ops.md.
 """
 
 from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend

@@ -2,7 +2,7 @@
 
 torch's kernels give all keys of a head to one program where a mask says which of them are visible, and copy
 the keys for grouped heads. Here as many programs as fill the device take blocks of keys in turn. Keys that
-are not visible are not read, so that a cache at fixed addresses costs what it holds.
+are not visible are not read, so the cost of a cache at fixed addresses depends on its content.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 A scale is the power of two that puts the largest magnitude into the upper binade but one of the format, so
 that scaling is exact. It is found from the tensor itself (dynamic scaling): one kernel leaves the largest
-magnitude that each of its programs has seen, the next one takes the largest of them and casts. The output of
+magnitude that each of its programs has seen, the next one computes their maximum and casts. The output of
 an RMSNorm has a scale from its bound, and no kernel looks at it. Both orders of a matrix are written, because
 a float8 product on a GPU takes rows of both factors along the summed axis. Numbers are rounded to bf16 first,
 as bf16 training rounds them.
@@ -50,7 +50,7 @@ def float8_product(
 
     Args:
         a: [M, K] in float8, contiguous rows.
-        b: [N, K] likewise; not both are e5m2.
+        b: [N, K], as a; at most one of them is e5m2.
         fast: let the tensor cores keep partial sums in fewer bits, as is usual for forward products.
 
     Returns:
@@ -75,7 +75,7 @@ def cast_float8(
     Args:
         xs: [M, N] each, with the other axis in common.
         dtype: E4M3 or E5M2.
-        out: what is overwritten; default: new tensors.
+        out: tensors to overwrite; default: new tensors.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
     """
     if out is None:
@@ -357,7 +357,7 @@ def store_transposed(p, b_x, scale, o_m, o_n, mask, stride):
 def from_the_end(i, steps):
     """Which block is step `i` of this program's `steps`.
 
-    What was written last is still in the L2 cache, and what is read last will be when the cast begins.
+    The data written last is still in the L2 cache, and so will be the data read last when the cast begins.
     """
     return (steps - i) * tl.num_programs(0) - 1 - tl.program_id(0)
 

@@ -97,8 +97,8 @@ def cast_rms_norm(
         dtype: of the result's gradient.
 
     Returns:
-        A tensor of the result's shape and `dtype` that takes its gradient, and has no content on a GPU; the
-        scaled result in `narrow`; the sum with the residual.
+        A tensor of the result's shape and `dtype` that receives its gradient, and has no content on a GPU;
+        the scaled result in `narrow`; the sum with the residual.
     """
     if _resolve(backend, x, weight, "residual", residual) == "triton":
         return _CastRMSNorm.apply(x, residual, weight, scaled, eps, dtype, narrow)
@@ -314,7 +314,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "tiles_each"])
 def backward_kernel(
-    x, weight, gate, dy,  # [rows, D] what was normalised, [D], [rows / H, H D] or None, [rows, D]
+    x, weight, gate, dy,  # [rows, D] normalised input, [D], [rows / H, H D] or None, [rows, D]
     dtotal,  # gradient of the sum by its other use, with ADD
     dx, dresidual, dgate, partial,  # out; dresidual only with SPLIT; fp32 [programs, D] parts of dweight
     n_rows, tiles_each, eps,

@@ -34,7 +34,7 @@ def selective_scan(
 
     Args:
         u, dt: input and time step, [B, T, D].
-        rate: what the time step is multiplied by, [D, N], -A of the paper.
+        rate: factor of the time step, [D, N], -A of the paper.
         b, c: what writes and reads the states, [B, T, N]. All inputs have one dtype.
         signed: eigenvalues in [-1, 1] in place of [0, 1].
         backend: "torch", "triton" or "auto" (see `resolve_backend`). Triton takes fp32 and N up to 64.
@@ -240,7 +240,7 @@ def scan_backward_kernel(
             tl.store(p_history + i * BD * BN, b_h)
             b_u, b_dt, b_b = load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D, N)
             b_h = next_states(b_h, tl.exp(-b_dt[:, None] * b_rate), b_dt * b_u, b_b, SIGNED)
-        tl.debug_barrier()  # what is stored above is loaded below
+        tl.debug_barrier()  # the values stored above are loaded below
         for i in tl.range(0, n_t, num_stages=STAGES):
             i_t = n_t - 1 - i
             i_r = i_b * T + i_start + i_t

@@ -45,7 +45,7 @@ def short_convolution(
         x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
         weight: [D, 1, W], as a depthwise `nn.Conv1d` keeps it.
         state: the W-1 inputs before x, [B, D, W-1]; zeros when absent. With `position_in_document` x may be R
-            rows of T / R tokens in one line, and `state` [R, D, W-1] the inputs before each of them.
+            rows of T / R tokens packed into one row, and `state` [R, D, W-1] the inputs before each of them.
         position_in_document: distance of each token from its document's start, integers [T], for documents
             packed in one row (B = 1); taps never reach beyond it. With `state` a document may begin before x.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
@@ -95,7 +95,7 @@ def _torch_short_convolution(
 ) -> Tensor:
     """The definition, as W shifted multiply-adds.
 
-    On CPUs that is as fast as a grouped `conv1d`, needs no transposes, and makes the reset at document
+    This is as fast on CPUs as a grouped `conv1d`, needs no transposes, and makes the reset at document
     boundaries a mask per shift.
     """
     shape, history = x.shape, weight.shape[-1] - 1
@@ -119,7 +119,7 @@ def _in_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _last_inputs(x: Tensor, count: int, position_in_document: Tensor | None, before: Tensor | None) -> Tensor:
-    """The last `count` tokens of x [R, T, D] and what is before it, as [R, D, count]; zeros before that."""
+    """Return the last `count` tokens of x [R, T, D], or of inputs before it or zeros: [R, D, count]."""
     length = x.shape[1]
     if length < count:
         x = F.pad(x, (0, 0, count - length, 0)) if before is None else torch.cat([before, x], dim=1)
@@ -150,14 +150,14 @@ class _ShortConvolution(torch.autograd.Function):
 def _gradients(
     x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None, dy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of x, side by side with others' where x was made so, and of the weight."""
+    """Return the gradients of x (side by side with others' if x is) and of the weight."""
     dx, dweight = empty_gradient(x), torch.empty_like(weight, dtype=torch.float32)
     short_convolution_backward(x, weight, position_in_document, before, dy, dx, dweight)
     return dx, dweight.to(weight.dtype)
 
 
 class _ShortConvolutionOfParts(torch.autograd.Function):
-    """The same with gradients of the inputs before x [R, W-1, D] and of the last ones, which it returns too.
+    """As above, with gradients of the inputs before x [R, W-1, D] and of the last ones, which it returns too.
 
     Only the first W-1 outputs depend on the former, and only the last W-1 inputs are among the latter, so
     PyTorch computes these two on slices. By slices outside of this function autograd would fill and add
@@ -240,7 +240,7 @@ def _launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid (channel blocks fastest) and the arguments that both kernels share."""
     (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
-    if before is not None and len(before) != batch:  # of each of the rows, which may lie in one line
+    if before is not None and len(before) != batch:  # of each of the rows, which may be packed into one row
         batch, length = len(before), batch * length // len(before)
     n_blocks = batch * ceil_div(length, tokens)
     sizes = dict(
@@ -339,7 +339,7 @@ def convolve(b_xs, j: tl.constexpr, b_ws, b_n, PACKED: tl.constexpr):
 
 @triton.jit
 def program_tile(T, n_blocks, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Of this program's blocks: first rows of their sequences, first tokens, ends; then its channels."""
+    """Return first rows of sequences, first tokens and ends of this program's blocks, and its channels."""
     ND: tl.constexpr = (D + BD - 1) // BD
     o_s = (tl.program_id(0) // ND) * BR + tl.arange(0, BR)
     n_per_sequence = tl.cdiv(T, L)

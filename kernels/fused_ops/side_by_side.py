@@ -1,4 +1,4 @@
-"""Tensors side by side in one wide tensor: row strides, and gradients that are written side by side, too.
+"""Tensors side by side in one wide tensor: row strides, and gradients that are also written side by side.
 
 A matrix product with several weights at once returns columns of one tensor. The Triton kernels take such
 columns as they are. Their backward passes write gradients into columns of one buffer, so that the product's

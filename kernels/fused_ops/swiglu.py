@@ -95,7 +95,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, du
 
 
 def _launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid (blocks of columns fastest) and sizes for y [..., D]; the others have row strides of their own."""
+    """Grid (blocks of columns fastest) and sizes for y [..., D]; the others have separate row strides."""
     size = y.shape[-1]
     columns = min(MAX_COLUMNS, next_power_of_2(size))
     tile_rows, rows = TILE // columns, y.numel() // size

@@ -2,7 +2,7 @@
 
 A step of one token reads every weight and state once and does little else, so that its time is the memory's
 plus some microseconds per kernel. `linear_step` runs several linear layers on the same tokens in one kernel.
-For one sequence it takes the residual addition and RMSNorm into that kernel; for more they come first.
+For one sequence this kernel also does the residual addition and RMSNorm; for more they come first.
 `mixer_step` is all between the projections of a linear layer: convolutions, gates,
 recurrence, gated output norm. It updates the states where they are.
 """
@@ -114,7 +114,8 @@ def mixer_step(
     beta_max: float,
     eps: float,
 ) -> Tensor:
-    """From the projections of one token to what the output projection takes; the states are updated in place.
+    """Compute the output projection's input from the projections of one token; the states are updated in
+    place.
 
     Args:
         y: [B, 1, rows], the projections side by side.
@@ -154,7 +155,8 @@ def mixer_step(
 def overlaps(x: Tensor) -> bool:
     """Whether a kernel starts before the one ahead of it has ended (programmatic dependent launch, CUDA).
 
-    Before it waits for that one's end it may read only what no kernel of this step writes, such as weights.
+    Before it waits for that one's end it may read only tensors that no kernel of this step writes, such as
+    weights.
     """
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -175,7 +177,7 @@ def select_weight(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, R4: tl.constexpr,
     R5: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Of program `i`: its weight, how many rows that has, the first of its rows, the column of its row 0."""
+    """Return program i's weight, its number of rows, the first of its rows, the column of its row 0."""
     w, n, start, column = w0, R0, 0, 0
     E0: tl.constexpr = (R0 + BR - 1) // BR
     E1: tl.constexpr = E0 + (R1 + BR - 1) // BR
@@ -294,7 +296,7 @@ def norm_step_kernel(
 
 @triton.jit
 def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
-    """silu of the convolution at channels `o_c`, and what the state holds then, oldest first.
+    """silu of the convolution at channels `o_c`, and the state after it, oldest first.
 
     `y` and `state` point at the sequence's.
     """

@@ -7,16 +7,16 @@ engine (TMA) fills shared memory for the next chunk: k has two buffers, the tile
 state are refilled as soon as the products that read them are done, that of q at the end.
 
 du, dV and dS are a chain of products, each waiting for the one before, and the next chunk's first one begins
-before this chunk ends. What needs none of them is computed while they run: <S, dS'> and the scores of q. All
-threads meet six to nine times a chunk: what they exchange, sums of rows above all, waits in shared memory for
-one of these barriers.
+before this chunk ends. Everything that needs none of them is computed while they run: <S, dS'> and the scores
+of q. All threads meet six to nine times a chunk: exchanged values, mostly sums of rows, wait in shared memory
+for one of these barriers.
 
 For 16-bit inputs. K and a tile of V have 64 or 128 columns in shared memory; a narrower head leaves zeros
 there, of which sums skip a last quarter (`common.products`). Wider values are split: each program takes one
-of TILES tiles of V, as if it were a head of its own, and writes its share of dq, dk, dbeta and dg, which are
+of TILES tiles of V, as if it were a separate head, and writes its share of dq, dk, dbeta and dg, which are
 sums over the columns of V (`triton/shared_heads.py`). Where two programs share a dq and a dk, both add their
-shares to zeros. Or V is taken as 128 columns and the rest, by two launches: the first stores what they share,
-the second adds to it.
+shares to zeros. Or V is taken as 128 columns and the rest, by two launches: the first stores the shared
+gradients, the second adds to them.
 """
 
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ def chunk_bwd_fused_kernel(
 ):  # fmt: skip
     """The arguments of the two Triton kernels, and those of `parts`.
 
-    Tiles of q, dO and P diag(beta) have 64 rows, too: those past the chunk belong to later
+    Tiles of q, dO and P diag(beta) also have 64 rows: those past the chunk belong to later
     tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
@@ -103,7 +103,7 @@ def chunk_bwd_fused_kernel(
     BV: gl.constexpr = 64 if WIDTH <= 64 else 128
     P: gl.constexpr = H * TILES  # programs of a sequence
     TOGETHER: gl.constexpr = PAIR if G * TILES == PAIR else 1  # programs of one dq and dk
-    # Products that a sum over K, and over a tile of V, is made of: `products` issues so many.
+    # Products that a sum over K, and over a tile of V, is made of, issued by `products`.
     OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
     OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
     INVERSE: gl.constexpr = wy.dtype
@@ -111,7 +111,7 @@ def chunk_bwd_fused_kernel(
         [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
     )
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * BK // num_warps, 16])
-    # Of [V, ...]: each warp has 16 rows where there are enough.
+    # Layout of [V, ...]: each warp has 16 rows where there are enough.
     DOWN: gl.constexpr = BV // 16
     TALL: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [DOWN, num_warps // DOWN], [16, ROWS * DOWN // num_warps, 16]
@@ -170,7 +170,7 @@ def chunk_bwd_fused_kernel(
     table = make_table()
     state_sums, maxima = make_sums(2), make_sums(2)
     written, inner, keys, queries = make_sums(2), make_sums(2), make_sums(2), make_sums(2)
-    # What rounding took from the scores: by row, by column of k, by column of q.
+    # Rounding error of the scores: by row, by column of k, by column of q.
     lost, lost_k, lost_q = make_sums(2), make_sums(4), make_sums(4)
     bar_do, bar_u, bar_s = make_bar(), make_bar(), make_bar()
     bar_wy, bar_p, bar_q = make_bar(), make_bar(), make_bar()
@@ -215,7 +215,7 @@ def chunk_bwd_fused_kernel(
         square, wide = gl.zeros([ROWS, ROWS], gl.float32, SQUARE), gl.zeros([ROWS, BK], gl.float32, WIDE)
         tall = gl.zeros([BV, ROWS], gl.float32, TALL)
 
-        # du^T = (dS'^T K^T) .* write + dO^T P diag(beta); beside it what reads u, dO and S as they are
+        # du^T = (dS'^T K^T) .* write + dO^T P diag(beta); in parallel with the reads of u, dO and S
         mbarrier.wait(bar_p, step & 1)
         if L2NORM:
             make_operand(m_kept.index(zero), s_p, n_t, b_peak, DTYPE, MASK)
@@ -246,7 +246,7 @@ def chunk_bwd_fused_kernel(
         fence_async_shared()
         barrier()
 
-        # dV^T = du^T T, and beside it the scores of q
+        # dV^T = du^T T, in parallel with the scores of q
         zero, i_p = rebuild(step, 1, P)
         s_w, s_wy, s_do, s_dp = m_w.index(zero), m_wy.index(zero), m_do.index(zero), m_dp.index(zero)
         s_k, s_q = m_k.index(buffer + zero), m_q.index(zero)
@@ -293,7 +293,7 @@ def chunk_bwd_fused_kernel(
         p_dv = dv + (p_m * H + i_h) * V + i_p % TILES * WIDTH
         store_tile(p_dv, s_dv, n_m, zero, H * V, WIDTH, STORE_V)
 
-        # By way of the state, and the inner products of k with what is written to it.
+        # Gradients through the state, and the inner products of k with the writes to it.
         keep_row_sums(written, row_sums(widened(s_k.load(WIDE)) * b_dk), zero)
         b_dk *= (table[WRITE].load(WROW) * table[BETA].load(WROW))[:, None]
         b_dq *= table[QUERY].load(WROW)[:, None]
@@ -394,7 +394,7 @@ def chunk_bwd_fused_kernel(
         kw = load_sums(written, LINE) * write_m
         store(dbeta + (p_m + o_m) * P + i_p, kw + load_sums(inner, LINE), o_m < n_m, ADD_SCALARS)
         if GATED:
-            # k that reads the state raises the gates up to its token, what is written those after it. dk and
+            # k that reads the state raises the gates up to its token, a write those after it. dk and
             # dq are of rounded scores: with what that took, as much is added here as is subtracted there.
             kw *= beta_m
             rises = load_sums(keys, LINE) - 2.0 * (kw + load_sums(inner, LINE) * beta_m)
@@ -417,8 +417,8 @@ def chunk_bwd_fused_kernel(
 def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict[str, Any]]:
     """Make the arguments of each launch from those of a call.
 
-    One launch takes V in equal tiles. The first of two launches takes 128 columns of V, and the second
-    takes the rest. Two launches are for at most 256 columns, and for one value head per key head.
+    One launch takes V in equal tiles. The first of two launches computes 128 columns of V, the second the
+    rest. Two launches are for at most 256 columns, and for one value head per key head.
     """
     heads, value_dim = arguments["dv"].shape[-2:]
     if launches == 1:
@@ -434,6 +434,6 @@ def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict
 
 
 def launch(programs: int, **arguments: Any) -> None:
-    """Run the kernel for so many sequences x heads x TILES; its arguments, with tensors for descriptors."""
+    """Run `programs` = sequences x heads x TILES; arguments as the kernel's, tensors for descriptors."""
     tiled = with_tma_descriptors(arguments, rows=("q", "k", "do", "u", "wy", "p"), states=("states",))
     run_kernel(chunk_bwd_fused_kernel, (programs,), **tiled, num_warps=WARPS)

@@ -77,7 +77,7 @@ def chunk_bwd_qkg_kernel(
 ):  # fmt: skip
     """The arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
 
-    Tiles of q and dO have 64 rows, too: those past the chunk belong to later tokens and count as zero.
+    Tiles of q and dO also have 64 rows: those past the chunk belong to later tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
@@ -163,7 +163,7 @@ def chunk_bwd_qkg_kernel(
         barrier()  # the states are read
         copy_states(dstates, states, s_ds, s_s, bars.index(2), ahead, pred, STATE_BYTES)
 
-        # By way of the state, and the inner products with k and q that beta, gates and norms take.
+        # Gradients through the state, and the inner products with k and q that beta, gates and norms take.
         mbarrier.wait(bars.index(3), step & 1)
         write_w, read_w = table[WRITE].load(WROW), table[READ].load(WROW)
         query_w, beta_w = table[QUERY].load(WROW), table[BETA].load(WROW)
@@ -215,7 +215,7 @@ def chunk_bwd_qkg_kernel(
 
 
 def launch(programs: int, **arguments: Any) -> None:
-    """Run the kernel for so many chunks x heads; the arguments are those of the Triton kernel."""
+    """Run the kernel with `programs` = chunks x heads; the arguments are those of the Triton kernel."""
     grid = (persistent_programs(programs, arguments["q"].device),)
     tiled = with_tma_descriptors(arguments, ("q", "k", "do", "dv", "u"), states=("states", "dstates"))
     run_kernel(chunk_bwd_qkg_kernel, grid, **tiled, n_work=programs, num_warps=WARPS)

@@ -16,9 +16,9 @@ from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import TINY
 from fla_train.kernels.sizes import ceil_div, processors
 
-# What triton 3.6 calls thread_barrier.
+# Triton 3.6 calls it thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# What triton before 3.9 calls async_copy_global_to_shared and _reinterpret.
+# Triton before 3.9 calls it async_copy_global_to_shared and _reinterpret.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -27,14 +27,14 @@ reinterpret = (
 FACTOR = gl.constexpr(1.1 if hasattr(gl.shared_memory_descriptor, "reinterpret") else 1.0)
 
 ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile of q, o and k
-SLICED = gl.constexpr(96)  # sums over 65 to so many columns stop here, not at the padded 128
+SLICED = gl.constexpr(96)  # sums over 65 to 96 columns stop here, not at the padded 128
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
 PAIR = gl.constexpr(shared_heads.PAIR)  # for Gluon
 LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
 
-ALIGNMENT = 16  # bytes, of what the copy engine reads
-# Of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
+ALIGNMENT = 16  # bytes, alignment of the copy engine's reads
+# Layout of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 TILE_IN_3D = gl.NVMMASharedLayout(128, 16, 3)  # the same in memory, with a dimension of one
 # Of 64 scalars in shared memory.
@@ -50,13 +50,13 @@ class TmaDescriptor(TensorDescriptor):
     """A matrix as the copy engine has it, without the checks of one that anybody may have made."""
 
     def __post_init__(self) -> None:
-        """These take the host as long as a quarter of a launch."""
+        """Making them costs the host a quarter of a launch."""
 
 
 def persistent_programs(work: int, device: torch.device) -> int:
-    """Programs that go through so many chunks x heads: four per SM, one after the other.
+    """Return the number of programs for `work` chunks x heads: four per SM, one after the other.
 
-    With a single one NCCL's kernels beside this one would find no room to begin.
+    A single one would leave no room for NCCL's kernels to start.
     """
     return min(work, 4 * processors(device))
 
@@ -70,8 +70,8 @@ def with_tma_descriptors(
     """The arguments with TMA descriptors in place of some tensors.
 
     `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
-    [..., V, K], read in tiles of V x K. With TILES among the arguments, V is in so many tiles, each like a
-    head of its own. `slices` maps names among them to a width: their tiles have 64 rows and so many columns.
+    [..., V, K], read in tiles of V x K. If the arguments have TILES, V is split into TILES tiles, each like a
+    separate head. `slices` maps names among them to the width of their tiles, which have 64 rows.
     """
     tiles = arguments.get("TILES", 1)
     matrices = {}
@@ -93,7 +93,7 @@ def with_tma_descriptors(
 def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
     """A tensor as [rows, heads x width]; as [rows, heads, width] where tiles are wider, or heads apart.
 
-    What a tile has beyond its head is zero then.
+    Elements of a tile beyond its head are zero then.
     """
     if width == _padded(width) and tensor.is_contiguous():
         return _matrix(tensor, [-1, heads * width], [ROWS.value, width])
@@ -101,7 +101,7 @@ def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
 
 
 def _states(tensor: Tensor, height: int, width: int) -> TmaDescriptor:
-    """The same of states, each of so many rows."""
+    """Describe states, each of `rows` rows."""
     tile = [_padded(height), _padded(width)]
     if tile == [height, width] and tensor.is_contiguous():
         return _matrix(tensor, [-1, width], tile)
@@ -163,7 +163,7 @@ def rows_of(p, n_rows, stride, layout: gl.constexpr):
 
 @gluon.jit
 def copy_tile(matrix, tile, bar, i_row, i_head, pred):
-    """64 rows of a head, to be expected by `bar`; in three dimensions what the tile has beyond it is zero."""
+    """Copy 64 rows of a head, expected by `bar`; in three dimensions elements beyond it are zero."""
     if len(matrix.block_shape) == 2:
         i_column = i_head * matrix.block_shape[1]
         async_load(matrix, [i_row, i_column], bar, tile, pred=pred)
@@ -174,7 +174,7 @@ def copy_tile(matrix, tile, bar, i_row, i_head, pred):
 
 @gluon.jit
 def copy_state(matrix, tile, bar, i_state, pred):
-    """The same of a state."""
+    """Copy a state."""
     if len(matrix.block_shape) == 2:
         i_row = i_state * matrix.block_shape[0]
         async_load(matrix, [i_row, 0], bar, tile, pred=pred)
@@ -237,7 +237,7 @@ def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
 
 @gluon.jit
 def store(pointers, values, mask, ADD: gl.constexpr):
-    """Store the values; with ADD, add them to what is there, by atomics in the L2 cache."""
+    """Store the values; with ADD, add them to the stored values, by atomics in the L2 cache."""
     if ADD:
         gl.atomic_add(pointers, values, mask=mask, sem="relaxed")
     else:
@@ -294,7 +294,7 @@ def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_head, pred):
 
 @gluon.jit
 def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """P diag(beta) from what is kept of it, which may lie in the same place; zeros past the chunk."""
+    """Return P diag(beta) from the kept tensor, which may be at the same place; zeros past the chunk."""
     o_r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     b_p = s_kept.load(LAYOUT).to(gl.float32) * peak
     s_p.store(gl.where((o_r < n_rows)[:, None], b_p, 0.0).to(DTYPE))
@@ -330,7 +330,7 @@ def fetch_scalars(
     beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total,
     H: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Of a chunk's rows: beta, norms' reciprocals of k and q, gates by step, by token, last, and raw."""
+    """Load a chunk's beta, reciprocal norms of k and q, and gates by step, by token, last, and raw."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     i_m, n_m = i_t * N, n_t * N
     b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)
@@ -392,7 +392,7 @@ def widened(x):
 
 @gluon.jit
 def make_sums(parts: gl.constexpr):
-    """Shared memory for 64 sums, each in so many parts."""
+    """Allocate shared memory for 64 sums, each in several parts."""
     return gl.allocate_shared_memory(gl.float32, [1, parts * ROWS], FLAT)
 
 
@@ -407,15 +407,15 @@ def in_parts(x):
 def row_sums(x):
     """[rows, parts] sums of the rows of a matrix product of eight warps: of 64 rows two parts, else one.
 
-    What crosses warps goes through shared memory, by `keep_row_sums` and `load_sums`, with a barrier between
-    that is there anyway.
+    Sums across warps go through shared memory, by `keep_row_sums` and `load_sums`, with a barrier in between
+    that other code needs as well.
     """
     return gl.sum(in_parts(x), 2)
 
 
 @gluon.jit
 def keep_row_sums(sums, parts, zero):
-    """Write the result of `row_sums`; `zero` is that of `rebuild`, since stores keep addresses, too."""
+    """Write the result of `row_sums`; `zero` is that of `rebuild`, since stores also keep addresses."""
     columns = reinterpret(sums.index(zero), gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
     columns.permute((1, 0)).store(parts)
 

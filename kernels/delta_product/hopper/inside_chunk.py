@@ -1,7 +1,8 @@
-"""What the two `chunk_bwd_qkg` kernels for Hopper share: spans, gradients of scores, of beta and of gates.
+"""Code shared by the two `chunk_bwd_qkg` kernels for Hopper: spans, gradients of scores, of beta and of
+gates.
 
 The formulas are in triton/chunk_bwd.py. Rows of scores [64, 64] are Householder steps of a chunk. Columns of
-dA are steps, too; those of dP are tokens. Scalars are [64], one per step or token. `table` is that of
+dA are also steps; those of dP are tokens. Scalars are [64], one per step or token. `table` is that of
 `keep_scalars`; lines whose factors are no longer needed take sums. Products, sums and factors are fp32.
 """
 
@@ -124,7 +125,7 @@ def store_scalar_gradients(
     o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
     gl.store(dbeta + (i_m + o_r) * H + i_h, kw + inner, mask=o_r < n_m)
     if GATED:
-        # k that reads the state raises the gates up to its token, what is written those after it.
+        # k that reads the state raises the gates up to its token, a write those after it.
         beta_r = table[BETA].load(ROW)
         table[GM].store(kr + kp - 2.0 * inner * beta_r)
         table[WRITE].store(kw * beta_r)

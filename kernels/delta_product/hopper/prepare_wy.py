@@ -2,9 +2,9 @@
 
 The formulas are those of the Triton kernel. A program of four warps prepares one chunk and head. The tiles
 come by the copy engine and are read by matrix products alone: the norms are the diagonals of K K^T and Q Q^T.
-What the inverse needs then takes their place.
+The operands of the inverse then replace them.
 
-For normalised 16-bit inputs with K from 64 to 128; the kernel of triton/chunk_fwd.py takes the rest.
+For normalised 16-bit inputs with K from 64 to 128; the kernel of triton/chunk_fwd.py computes the rest.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ from fla_train.kernels.delta_product.triton.chunk_fwd import LOG2E, MIN_LOG2_DEC
 
 WARPS = 4
 REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
-# Of chunk_fwd, for Gluon: log2(e), and the least log2 decay of a token.
+# Constants of chunk_fwd for Gluon: log2(e), and the least log2 decay of a token.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
 
 
@@ -98,7 +98,7 @@ def chunk_prepare_wy_kernel(
 ):  # fmt: skip
     """The arguments of the Triton `chunk_prepare_wy_kernel`.
 
-    The tile of q has 64 rows, too: those past the chunk belong to later tokens and count as zero.
+    The tile of q also has 64 rows: those past the chunk belong to later tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
     BK: gl.constexpr = 64 if K <= 64 else 128

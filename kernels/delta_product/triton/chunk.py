@@ -5,7 +5,7 @@ decides. For the backward the chunk forward keeps, in the dtype of q: u per Hous
 head; v itself is not kept) and one state per chunk of M = 64 steps; and in 16 bits, where q has them, T per
 step and P diag(beta) per token (M elements each). The recurrent one keeps v and the state before each step.
 
-`chunk_launch` launches the kernels; torch.compile traces what is here and takes each pass as one node.
+`chunk_launch` launches the kernels; torch.compile traces this module, and each pass is one node.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.delta_product.select import CHUNK_STEPS, check_limits, select_for
-from fla_train.kernels.delta_product.triton.chunk_arguments import in_half, row_length
+from fla_train.kernels.delta_product.triton.chunk_arguments import make_prepared
 from fla_train.kernels.delta_product.triton.chunk_launch import delta_product_backward, delta_product_forward
 from fla_train.kernels.sizes import ceil_div
 
@@ -35,7 +35,7 @@ def triton_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
 
-    By chunks, gates below 2^-50 per token count as 2^-50.
+    The chunk kernels treat gates below 2^-50 per token as 2^-50.
 
     Raises:
         ValueError: see `check_limits`.
@@ -51,7 +51,7 @@ def triton_delta_product(
 
 
 def _chunk_bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """Of a packed row: each document's first chunk [S + 1], each chunk's document [chunks].
+    """Return each document's first chunk [S + 1] and each chunk's document [chunks] of a packed row.
 
     The number of chunks is an upper bound, since reading `cu_seqlens` would wait for the device.
     """
@@ -86,7 +86,7 @@ class _DeltaProduct(torch.autograd.Function):
         prepared, u, states, transitions = [], None, None, None
         if selection.algorithm == "chunk":
             chunks = bounds[2].numel() if bounds else batch * ceil_div(length, CHUNK_STEPS // num_householder)
-            prepared = _make_prepared(q, beta, chunks, g is not None, qk_l2norm)
+            prepared = make_prepared(q, beta, chunks, g is not None, qk_l2norm)
             if keep:
                 u, states = torch.empty_like(v), q.new_empty(chunks, heads, value_dim, key_dim)
             if selection.num_segments:
@@ -136,17 +136,3 @@ class _DeltaProduct(torch.autograd.Function):
 def _keeps_graph() -> bool:
     """Whether the backward pass that runs may be followed by another of the same graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _make_prepared(q: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool) -> list[Tensor]:
-    """Room for what `chunk_prepare_wy` writes; shapes are stated there."""
-    tokens, (num_householder, heads) = q.shape[0] * q.shape[1], beta.shape[2:]
-    by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * num_householder)
-    shapes = [by_step, by_step, by_token, (chunks, heads), (chunks, heads)]
-    shapes += [by_token] if gated else []
-    shapes += [by_token, by_step] if qk_l2norm else []
-    dtype = torch.float16 if in_half(q, qk_l2norm) else q.dtype
-    matrices = [
-        q.new_empty(rows, heads, CHUNK_STEPS, dtype=dtype) for rows in (tokens * num_householder, tokens)
-    ]
-    return matrices + [beta.new_empty(shape) for shape in shapes]

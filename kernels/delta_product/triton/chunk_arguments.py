@@ -28,7 +28,7 @@ class Call:
     """Keyword arguments that several kernels of one call share, and its numbers of programs."""
 
     factors: dict[str, Tensor]  # from chunk_prepare_wy: wy, p and the row factors
-    rows: dict[str, Tensor | None]  # from there, too: cumulative gates (None without), norms (None without)
+    rows: dict[str, Tensor | None]  # from chunk_prepare_wy: cumulative gates and norms, or None
     sequences: dict[str, Any]  # where sequences and their chunks lie
     chunk_sequence: Tensor | None
     sizes: dict[str, int]
@@ -50,15 +50,11 @@ class Call:
         chunk_tokens = CHUNK_STEPS // num_householder
         row_chunks = ceil_div(length, chunk_tokens)
         cu_seqlens, chunk_offsets, chunk_sequence = bounds or (None, None, None)
-        names = ("wy", "p", "read", "write", "query", "decay", "peak")
-        rest = list(prepared[len(names) :])
+        num_chunks = chunk_sequence.numel() if bounds else batch * row_chunks
+        factors = dict(zip(prepared_shapes(q, beta, num_chunks, gated, qk_l2norm), prepared, strict=True))
         return Call(
-            factors=dict(zip(names, prepared, strict=False)),
-            rows=dict(
-                g_cum=rest.pop(0) if gated else None,
-                q_rnorm=rest[0] if qk_l2norm else None,
-                k_rnorm=rest[1] if qk_l2norm else None,
-            ),
+            rows={name: factors.pop(name, None) for name in ("g_cum", "q_rnorm", "k_rnorm")},
+            factors=factors,
             sequences=dict(
                 cu_seqlens=cu_seqlens, chunk_offsets=chunk_offsets, n_total=row_length(q),
                 T=length, NT=row_chunks, PACKED=bool(bounds),
@@ -74,8 +70,33 @@ class Call:
                 PRECISION=FP32_PRECISION,
             ),
             num_sequences=cu_seqlens.numel() - 1 if bounds else batch,
-            num_chunks=chunk_sequence.numel() if bounds else batch * row_chunks,
+            num_chunks=num_chunks,
         )  # fmt: skip
+
+
+def prepared_shapes(
+    q: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `chunk_prepare_wy` writes, in the order of their list."""
+    tokens, (num_householder, heads) = q.shape[0] * q.shape[1], beta.shape[2:]
+    by_token, by_step = (heads, row_length(q)), (heads, row_length(q) * num_householder)
+    shapes = {
+        "wy": (tokens * num_householder, heads, CHUNK_STEPS),
+        "p": (tokens, heads, CHUNK_STEPS),
+        **{"read": by_step, "write": by_step, "query": by_token},
+        **{"decay": (chunks, heads), "peak": (chunks, heads)},
+    }
+    shapes |= {"g_cum": by_token} if gated else {}
+    return shapes | ({"q_rnorm": by_token, "k_rnorm": by_step} if qk_l2norm else {})
+
+
+def make_prepared(q: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: bool) -> list[Tensor]:
+    """Allocate the tensors of `prepared_shapes`; the two matrices have 16 bits if possible."""
+    dtype = torch.float16 if in_half(q, qk_l2norm) else q.dtype
+    return [
+        beta.new_empty(shape, dtype=dtype if name in ("wy", "p") else beta.dtype)
+        for name, shape in prepared_shapes(q, beta, chunks, gated, qk_l2norm).items()
+    ]
 
 
 def row_length(q: Tensor) -> int:
@@ -92,5 +113,5 @@ def in_half(q: Tensor, qk_l2norm: bool) -> bool:
 
 
 def pick(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Those of the arguments that a kernel takes."""
+    """Return the arguments of these names."""
     return {name: arguments[name] for name in names}

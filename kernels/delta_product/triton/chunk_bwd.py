@@ -6,7 +6,7 @@ Serial, `chunk_bwd_state_kernel`:
     dV = T^T du
     dS = exp(g_cum_C) dS' + Q^T (scale * exp(g_cum) .* dO) - K^T (exp(g_cum_tau) .* dV)
 
-All chunks at once, `chunk_bwd_qkg_kernel`, with W = diag(beta) u, what is written:
+All chunks at once, `chunk_bwd_qkg_kernel`, with W = diag(beta) u, the writes:
 
     dP = dO W^T
     dA = -tril(dV W^T, -1)
@@ -14,9 +14,9 @@ All chunks at once, `chunk_bwd_qkg_kernel`, with W = diag(beta) u, what is writt
     dK = exp(g_cum_C - g_cum_tau) .* (W dS'^T) - exp(g_cum_tau) .* (dV S^T) + dP'^T Q + (dA' + dA'^T) K
 
 dS' is the gradient of the state after the chunk; dP' and dA' are dP and dA times the factors that lie between
-Q K^T and P, and between K K^T and A. dA is that of the solve, so T^T dT T^T is never formed. dbeta sums what
-is linear in beta: the columns of dP .* P and dA .* A (without their beta) and k . (u dS'^T). Each log gate
-gets the sum of the products it scales; rows and columns take the same numbers, so that the terms which cancel
+Q K^T and P, and between K K^T and A. dA is that of the solve, so T^T dT T^T is never formed. dbeta sums the
+terms linear in beta: the columns of dP .* P and dA .* A (without their beta) and k . (u dS'^T). Each log gate
+gets the sum of the products it scales; rows and columns sum the same numbers, so that the terms which cancel
 do so to fp32 rounding.
 """
 
@@ -240,7 +240,7 @@ def chunk_bwd_qkg_kernel(
 
     tl.store(dbeta + (i_m + o_m) * H + i_h, b_kw + b_inner, mask=o_m < n_m)
     if GATED:
-        # k that reads the state raises the gates up to its token, what is written lowers them again. Sums are
+        # k that reads the state raises the gates up to its token, its write lowers them again. Sums are
         # of matrices: triton 3.6 and 3.7 do not compile that of a vector here for sm_100 (K = 64).
         b_row = b_kr + b_kp - b_inner * b_beta - (b_kw + b_inner) * b_beta
         b_row = tl.where(o_tau[None, :] >= o_t[:, None], b_row[None, :], 0.0) + (b_kw * b_beta)[None, :]

@@ -1,6 +1,6 @@
 """Forward kernels of `delta_product`: `chunk_prepare_wy_kernel` and `chunk_fwd_kernel`.
 
-With g_cum the chunk's cumulative log gates, tau(r) = r // N the token of Householder step r and S the state
+Let g_cum be the chunk's cumulative log gates, tau(r) = r // N the token of Householder step r and S the state
 at the chunk's start, one chunk of the recurrence is (WY form, arXiv 2406.06484 and 2412.06464, for N steps
 per token)
 
@@ -46,7 +46,7 @@ def unit_lower_inverse(b_l, zero, M: tl.constexpr, OPERAND: tl.constexpr):
 
     Here L = A diag(beta), and the inverse is T. Masked doubling: with T the inverse of the diagonal blocks of
     width w and L_w the blocks below them, T - T L_w T is that of the blocks of width 2 w. It equals
-    substitution and never forms a power of L (those overflow for correlated keys and beta near 2). With fp16
+    substitution and never forms a power of L (those overflow for correlated keys and beta near 2). For fp16
     operands one Newton step on the rounded T, T + T (I - (I + L) T), removes what their rounding did; there L
     enters in two terms.
     """
@@ -83,7 +83,7 @@ def chunk_prepare_wy_kernel(
     """Per chunk and head: T, P diag(beta), the cumulative gates, the reciprocal norms, factors made of them.
 
     `read`, `write` and `query` are the factors (norm, gate, beta, scale) of raw k where it reads the state,
-    of raw k where it writes it and of raw q; `decay` is that of the state over the chunk. Of normalised keys
+    of raw k where it writes it and of raw q; `decay` is that of the state over the chunk. For normalised keys
     P diag(beta) is divided by `peak`, so that it fits in fp16 whatever scale and beta are: no element is
     beyond 1.
     """
@@ -185,7 +185,7 @@ def chunk_fwd_kernel(
             b_k += (load_keys(k, i_m, n_m, i_h, i * KEY_TILE, H, G, K, M, b_si.shape[1]).to(OPERAND),)
             b_q += (load_keys(q, i_t, n_t, i_h, i * KEY_TILE, H, G, K, BC, b_si.shape[1]).to(OPERAND),)
             b_ks = tl.dot(b_si, tl.trans(b_k[i]), b_ks, input_precision=PRECISION)
-            # Of two tiles the queries' product is faster here, while the rounded tile is in registers. Of one
+            # The queries' product of two tiles is faster here, while the rounded tile is in registers. Of one
             # tile it is faster below (docs/dev/log.md, 2026-11-27).
             if len(b_s) > 1:
                 b_o = tl.dot(b_si, tl.trans(b_q[i]), b_o, input_precision=PRECISION)

@@ -3,7 +3,7 @@
 By chunks. Forward: `chunk_prepare_wy` (all chunks at once), then `chunk_fwd` (serial over chunks). Backward:
 `chunk_bwd_state` (serial), then `chunk_bwd_qkg` (all chunks at once), or `chunk_bwd_fused` for both. Long
 sequences of few heads are split for the serial ones (`sequence_split`). `select` decides what runs and with
-which options, or that `fused_recurrent` takes the place of all of them. No sum depends on the order in which
+which options, or that `fused_recurrent` replaces all of them. No sum depends on the order in which
 programs run, so results are reproducible to the bit.
 """
 
@@ -50,7 +50,7 @@ def delta_product_forward(
     transitions: Tensor | None,
     final_state: Tensor | None,
 ) -> None:
-    """Fill the output, what is prepared per chunk and, where given, what the backward reads.
+    """Fill the output, the tensors prepared per chunk and, if given, those that the backward reads.
 
     `transitions` [segments, H, K, K] is given where sequences are split. `fused_recurrent` fills the output,
     `final_state` and `states` only, which are those before each Householder step [B, T, N, H, K, V].

@@ -46,7 +46,7 @@ def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
 
 @triton.jit
 def program_tile(H: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a program of the serial kernels: its tile's first column, head, and sequence or segment.
+    """Return first column of the tile, head, and sequence or segment of a program of the serial kernels.
 
     Tiles are adjacent in the grid: those of V share q, k, T and P through the L2 cache.
     """
@@ -70,7 +70,7 @@ def load_state_tile(
     p, i_s, i_h, i_v, i_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """S^T [BV, BK] in fp32, zeros where there are no states."""
+    """S^T [BV, BK] in fp32, zeros without states."""
     b_s = tl.zeros((BV, BK), tl.float32)
     if p is not None:
         p_s, m_s = state_tile(i_s, i_h, i_v, i_k, H, K, V, BK, BV)
@@ -165,8 +165,8 @@ def factored_times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.const
     T^T, of `chunk_prepare_wy`, or a segment's Phi.
 
     Normalised keys leave T in fp16, whose three more bits are what keeps reflections from shrinking, and so
-    do fp16 inputs. R then goes with it, each row divided by its largest element to fit fp16's range. Of
-    normalised keys Y fits, too: as |A diag(beta)| <= 2, the largest element of a row that is not zero lies
+    do fp16 inputs. R then goes with it, each row divided by its largest element to fit fp16's range. For
+    normalised keys Y also fits: as |A diag(beta)| <= 2, the largest element of a row that is not zero lies
     between 1 / 127 and 128.
     """
     if b_wy.dtype == tl.float16 and OPERAND != tl.float32:
@@ -204,7 +204,7 @@ def corrected_values(b_ks, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: 
 def add_writes(b_s, b_written, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """S^T + W^T K, in fp32, of S^T [BV, BK], W^T [BV, M] in fp32 and K [M, BK] in the operands' type.
 
-    What rounding takes from W goes in as a second term: of correlated keys the sum is small and its terms are
+    The rounding error of W is added as a second term: of correlated keys the sum is small and its terms are
     large, so that one term's rounding would be most of the state's error. In fp16 W must stay below 65504, as
     one term must, and the second helps from 1e-5 on.
     """

@@ -5,7 +5,7 @@ heads of 16 or 32 channels and short sequences. Chunks would be padded to tiles 
 float32 goes through the matrix units in three products. Here a program of one warp runs one head of one
 sequence with the state in registers, as the definition does. For the backward pass the forward keeps the
 state before each step, after the gate: 4 K V bytes a step and head. `chunk_launch` launches these kernels in
-place of the chunk kernels where `select` says so.
+place of the chunk kernels where `select` decides it.
 
 One token: the state is read once and written once, whatever n_h. A decoding step moves the state and hardly
 anything else: 8 K V bytes a head in fp32, against 2 (n_h + 1) (K + V) for its inputs. A program holds a
@@ -116,7 +116,7 @@ def load_key(p, o_k, K: tl.constexpr, L2NORM: tl.constexpr, eps):
 
 @triton.jit
 def store_key(p, b_dx, b_x, b_r, o_k, K: tl.constexpr, L2NORM: tl.constexpr):
-    """The gradient of the vector that `load_key` read, from that of what it returned."""
+    """Return the gradient of the vector that `load_key` read, from that of its result."""
     if L2NORM:
         b_dx = b_r * (b_dx - b_x * tl.sum(b_dx * b_x, 0))
     tl.store(p + o_k, b_dx, mask=o_k < K)
@@ -173,7 +173,7 @@ def fused_recurrent_bwd_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """The same steps backwards, with the gradient dS of the state: with u = v - S^T k and f = beta dS^T k a
+    """Run the steps backwards, with the gradient dS of the state: with u = v - S^T k and f = beta dS^T k a
     step has dv = f, dbeta = u^T dS^T k, dk = beta dS u - S f, and dS <- dS - k f^T. Each value head has its
     dq and dk."""
     i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -200,7 +200,7 @@ def fused_recurrent_bwd_kernel(
             b_v = tl.load(v + i_step * V + o_v, mask=m_v, other=0.0)
             b_beta = tl.load(beta + i_step)
             b_u = b_v - tl.sum(b_s * b_k[:, None], 0)
-            if j == 0:  # what the query reads: S after the last step
+            if j == 0:  # the query reads S after the last step
                 b_dq = tl.sum(b_s * b_do[None, :], 1) + b_k * (b_beta * tl.sum(b_u * b_do, 0))
                 store_key(dq + i_row * K, b_dq, b_q, r_q, o_k, K, L2NORM)
             b_w = tl.sum(b_ds * b_k[:, None], 0)
@@ -235,7 +235,7 @@ def fused_recurrent_step_kernel(
     b_s = tl.load(state + p_s, mask=m_s, other=0.0).to(tl.float32)
     if g is not None:
         b_s *= tl.exp(tl.load(g + i_bh))
-    for j in tl.static_range(N):  # unrolled: the next loads and norms go on beside the sums of this
+    for j in tl.static_range(N):  # unrolled: the next loads and norms overlap the sums of this
         i_key, i_step = (i_b * N + j) * (H // G) + i_h // G, (i_b * N + j) * H + i_h
         b_s = householder_step(b_s, k, v, beta, i_key, i_step, o_k, o_v, K, V, L2NORM, eps)
     b_q, _ = load_key(q + i_bh // G * K, o_k, K, L2NORM, eps)

@@ -59,7 +59,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """What a row of the table is for."""
+    """Key of a row of the table."""
 
     architecture: str
     key_dim: int
@@ -135,7 +135,8 @@ def nearest(table: Table, key: Key) -> LaunchOptions | None:
 
 
 def fallback(most_warps: int = 8) -> LaunchOptions:
-    """Options for what no table lists: one stage and narrow tiles, which take the least shared memory.
+    """Return options for keys that no table lists: one stage and narrow tiles, which need the least shared
+    memory.
 
     As compiled by Triton 3.7.1 for sm_80 and sm_90 that is 74 KB for 16-bit keys up to 128, 123 KB up to 256.
 
@@ -193,7 +194,7 @@ def read_table(file: Path) -> Table:
     """Read a table.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        ValueError: the file is invalid; with its name and the reason.
     """
     try:
         table = as_table(map(dict, json.loads(file.read_text())["rows"]))

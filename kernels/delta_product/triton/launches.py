@@ -1,14 +1,14 @@
 """Launch options of the chunk kernels, the rows of `launch_table`.
 
 K = V = 128 and 256 timed on an H100 (torch 2.11, Triton 3.6); K = 64 follows the same rules, and
-n_h = 3 and 4 gave no gain on an H200. With K other than V, Hopper's backward kernel is faster on an H100 than
+n_h = 3 and 4 gave no gain on an H200. Hopper's backward kernel with K other than V is faster on an H100 than
 Triton's two (docs/dev/log.md).
 
 Rows of 8.0 (A100) and 10.0 (B200) were never timed: of a few candidates that Triton 3.6 and 3.9 compile they
 spill the fewest registers (docs/dev/kernels.md). `fla-bench tune` finds better ones on such a machine.
 """
 
-# On Hopper with keys up to 128: the kernels but `chunk_bwd_qkg`, whose options are by K, V and n_h.
+# Options for Hopper with keys up to 128, except `chunk_bwd_qkg`, whose options depend on K, V and n_h.
 HOPPER = {
     "chunk_prepare_wy": {"gluon": 1, "num_warps": 4, "maxnreg": 168},
     "chunk_fwd": {"BV": 64, "num_warps": 4, "num_stages": 2},

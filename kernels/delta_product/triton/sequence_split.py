@@ -2,8 +2,8 @@
 
 The serial kernels have one program per sequence, head and tile of V. Where that leaves most of the device
 idle, `select` splits sequences into segments of whole chunks. Here the true state at each segment's start is
-found (backwards, the gradient at its end). The serial kernels then take the segments as documents of a packed
-row.
+found (backwards, the gradient at its end). The serial kernels then treat the segments as documents of a
+packed row.
 
 A segment's state obeys S_end = Phi S_start + L, with Phi [K, K] the product of its tokens' transitions and
 L [K, V] the state it would reach from zero; the gradients obey dS_start = Phi^T dS_end + dL. Both L and Phi
@@ -12,9 +12,9 @@ come from the recurrence of `chunk_fwd_kernel`, Phi as the state that starts fro
 segments run at once; what remains serial is one small product a segment.
 
 A sequence's first segment starts from the given state, so it needs no Phi. Its last segment ends the
-sequence, so it needs neither L nor Phi (in the backward the other way round). With a gate and keys of norm
-one, a chunk is left out where the gates after it (before it, in the backward) shrink what it wrote below
-fp32. Tensors of a segment are kept transposed, in fp32: L^T [V, K], Phi^T [K, K].
+sequence, so it needs neither L nor Phi (in the backward the other way round). If there is a gate and keys
+have norm one, a chunk is left out where the gates after it (before it, in the backward) shrink its writes
+below fp32. Tensors of a segment are kept transposed, in fp32: L^T [V, K], Phi^T [K, K].
 
 The split is as stable as the whole recurrence: an error in a segment's start is carried on by the same
 transitions that carry on the rounding of the state itself. With 16-bit inputs state and transition are
@@ -266,7 +266,7 @@ class Segments:
     def __init__(self, selection: Selection, call: Call, device: torch.device) -> None:
         self.count, self.chunks, self.call = selection.num_segments, selection.segment_chunks, call
         # Rows of a multiple of 16 bytes: a pointer's alignment decides which variant of a kernel is compiled.
-        # The longest has the end of the last segment, too; there are never fewer segments than sequences.
+        # The longest also has the end of the last segment; there are never fewer segments than sequences.
         table = torch.empty(4, ceil_div(self.count + 1, 4) * 4, dtype=torch.int32, device=device)
         bounds, first_chunk, segment_sequence, self.offsets = table.unbind()
         self.places = dict(
@@ -278,7 +278,7 @@ class Segments:
             segment_split_kernel, (call.num_sequences,), **where, **self.places,
             n_segments=self.count, segment_chunks=self.chunks, C=call.sizes["C"], BLOCK=128,
         )  # fmt: skip
-        # For a kernel that is to take the segments as documents of a packed row.
+        # Return bounds that make a kernel treat the segments as documents of a packed row.
         where |= dict(cu_seqlens=bounds, chunk_offsets=first_chunk, PACKED=True)
         self.sequences, self.n_total = {**where, "n_total": n_total}, n_total
         # Whether the gates bound every transition: there are some, and keys have norm one.
@@ -320,7 +320,7 @@ class Segments:
         return self._combine(local, transitions, dfinal_state, reverse=True)
 
     def select_first(self, states: Tensor, out: Tensor) -> None:
-        """Of `states` [segments, ...] those of each sequence's first segment."""
+        """Select from `states` [segments, ...] those of each sequence's first segment."""
         self._select(states, self.offsets[: self.call.num_sequences], out)
 
     def select_last(self, states: Tensor, out: Tensor) -> None:
@@ -334,7 +334,7 @@ class Segments:
     def _combine(self, local: Tensor, transitions: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         _, heads, value_dim, key_dim = local.shape
         states = local.new_empty(self.count, heads, key_dim, value_dim)
-        # Of K = 256, and of float32, one Phi fills the shared memory; else the next one is on its way.
+        # For K = 256, and in float32, one Phi fills the shared memory; else the next one is on its way.
         large = key_dim > 2 * MIN_TILE or transitions.dtype == torch.float32
         run_kernel(
             segment_combine_kernel, (self.call.num_sequences * heads * ceil_div(value_dim, MIN_TILE),),

@@ -5,7 +5,7 @@ also splits wide values into tiles of V, and each tile has its share of dq, dk, 
 summed in fp32 and in a fixed order, so that results are equal to the bit from run to run.
 
 Where two programs share a dq and a dk, Hopper's kernel adds both shares to zeros instead: 0 + a + b and
-0 + b + a are equal to the bit. Two launches have no shares: the second adds to what the first stored.
+0 + b + a are equal to the bit. Two launches have no shares: the second adds to the result of the first.
 """
 
 from torch import Tensor
@@ -32,9 +32,9 @@ def delta_product_sum_shares_kernel(
 
 
 def make_shares(total: Tensor, count: int, added: bool = False) -> Tensor:
-    """Room for so many shares of `total` [..., W]: [..., count, W], or `total` itself where there is one.
+    """Allocate `count` shares of `total` [..., W]: [..., count, W], or `total` itself if count is 1.
 
-    With `added` it is `total`, too, filled with zeros, for programs that add to it.
+    If `added`, return `total` filled with zeros, for programs that add to it.
     """
     if added:
         return total.zero_()
