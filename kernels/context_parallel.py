@@ -53,7 +53,7 @@ class ContextGroup:
             self._sent.popleft()[0].wait()
 
     def receive(self, like: Tensor, rank: int) -> Tensor:
-        """The next tensor from `rank`, of the shape and dtype of `like`."""
+        """Return the next tensor from `rank`, of the shape and dtype of `like`."""
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
         dist.recv(x, dist.get_global_rank(self._group, rank), self._group)
         return x
@@ -85,7 +85,7 @@ class ContextPart:
 
     @classmethod
     def of(cls, group: ContextGroup, length: int, cu_seqlens: Tensor | None = None) -> "ContextPart":
-        """This rank's part, of `length` tokens.
+        """Return this rank's part, of `length` tokens.
 
         Args:
             cu_seqlens: in host memory, [S + 1] bounds of the documents packed in the whole row.
@@ -102,11 +102,11 @@ class ContextPart:
         return replace(self, received={})
 
     def start(self, length: int) -> int:
-        """The first token of a part of `length` tokens."""
+        """Return the first token of a part of `length` tokens."""
         return self.group.rank * length
 
     def bounds(self, cu_seqlens: Tensor, length: int) -> Tensor:
-        """The documents' bounds within the part of `length` tokens, from those of the whole row."""
+        """Return the documents' bounds within the part of `length` tokens, from those of the whole row."""
         assert self.documents is not None
         first, last = self.documents
         return (cu_seqlens[first : last + 2] - self.start(length)).clamp(0, length)

@@ -10,18 +10,18 @@ import torch
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
+    """Return a / b rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below n >= 1."""
+    """Return the least power of two that is not below n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter, which runs one program at a time."""
+    """Return multiprocessors of a device; 1 for the interpreter, which runs one program at a time."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy^T x of dy [rows, out] and x [rows, in], as [out, in] in `dtype`.
+    """Return dy^T x of dy [rows, out] and x [rows, in], as [out, in] in `dtype`.
 
     For a float32 weight under autocast a GPU's product writes its fp32 sums as they are: no rounding to 16
     bits, and no pass over the gradient that casts it.

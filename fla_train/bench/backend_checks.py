@@ -29,7 +29,7 @@ def compiled_cases(dtype: torch.dtype) -> list[Case]:
 
 
 def run_checks(combinations: Sequence[Combination], processes: int = PROCESSES) -> Iterator[CheckReport]:
-    """Yield the reports in order. Each of Triton's cases compiles in a process of its own."""
+    """Yield the reports in order. Each of Triton's cases compiles in a separate process."""
     torch.set_num_threads(1)
     context, start = get_context("spawn"), torch.set_num_threads
     with ProcessPoolExecutor(processes, mp_context=context, initializer=start, initargs=(1,)) as pool:

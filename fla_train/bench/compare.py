@@ -86,11 +86,8 @@ def _measure(implementation: Implementation, work: "Problem | Case", report: Rep
 def out_of_bounds(errors: dict[str, float], dtype: torch.dtype) -> str:
     """Return the errors above their tolerance as text; a NaN is above any."""
     bounds = {name: measure.tolerance(name, dtype) for name in errors}
-    return ", ".join(
-        f"{name} {error:.1e} > {bounds[name]:.0e}"
-        for name, error in errors.items()
-        if not error <= bounds[name]
-    )
+    wrong = [name for name, error in errors.items() if not error <= bounds[name]]
+    return ", ".join(f"{name} {errors[name]:.1e} > {bounds[name]:.0e}" for name in wrong)
 
 
 def worst(errors: dict[str, float]) -> str:

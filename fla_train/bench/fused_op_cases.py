@@ -16,16 +16,8 @@ from torch import Tensor
 from fla_train.bench.compare import Implementation
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Ceilings
+from fla_train.kernels import fused_ops
 from fla_train.kernels.delta_product.selfcheck import relative_rms
-from fla_train.kernels.fused_ops import (
-    add_rms_norm,
-    recurrence_gates,
-    rms_norm,
-    rotary,
-    selective_scan,
-    short_convolution,
-    swiglu_linear,
-)
 from fla_train.kernels.fused_ops.backend import BACKEND_VARIABLE
 from fla_train.models.loss import linear_cross_entropy
 
@@ -147,7 +139,7 @@ class Source:
 
 def _convolution(source: Source) -> Iterator[Case]:
     def run(x: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
-        return short_convolution(x, weight, position_in_document=offsets)[0]
+        return fused_ops.short_convolution(x, weight, position_in_document=offsets)[0]
 
     for channels in (source.hidden, 2 * source.hidden):
         leaves = {"x": source.activations(channels), "weight": source.normal(channels, 1, TAPS)}
@@ -164,7 +156,7 @@ def _convolution(source: Source) -> Iterator[Case]:
 
 def _norm(source: Source) -> Iterator[Case]:
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, EPS, dtype=_output(x, source))
+        return fused_ops.rms_norm(x, weight, EPS, dtype=_output(x, source))
 
     for stream in dict.fromkeys((torch.float32, source.dtype)):
         leaves = {"x": source.activations(source.hidden, dtype=stream)}
@@ -174,7 +166,7 @@ def _norm(source: Source) -> Iterator[Case]:
 
 def _residual_norm(source: Source) -> Iterator[Case]:
     def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, EPS, dtype=_output(x, source))
+        return fused_ops.add_rms_norm(x, residual, weight, EPS, dtype=_output(x, source))
 
     size = source.hidden
     for stream in dict.fromkeys((torch.float32, source.dtype)):
@@ -191,7 +183,7 @@ def _output(x: Tensor, source: Source) -> torch.dtype:
 
 def _gated_norm(source: Source) -> Iterator[Case]:
     def run(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, EPS, gate=gate)
+        return fused_ops.rms_norm(x, weight, EPS, gate=gate)
 
     heads, size = source.hidden // source.head_dim, source.head_dim
     leaves = {name: source.activations(heads, size) for name in ("x", "gate")}
@@ -205,14 +197,14 @@ def _swiglu(source: Source) -> Iterator[Case]:
     leaves["weight"] = source.projection(outputs, size)
     flops = 2.0 * source.batch * source.tokens * size * outputs
     name = f"SwiGLU and its product, {size} to {outputs}"
-    yield source.case(["y"], "swiglu", name, swiglu_linear, leaves, flops=flops)
+    yield source.case(["y"], "swiglu", name, fused_ops.swiglu_linear, leaves, flops=flops)
 
 
 def _gates(source: Source) -> Iterator[Case]:
     heads, steps = source.hidden // source.head_dim, source.num_householder
     leaves = {"b": source.activations(steps * heads), "a": source.activations(heads)}
     leaves |= {name: source.normal(heads) for name in ("A_log", "dt_bias")}
-    run = partial(recurrence_gates, beta_max=BETA_MAX)
+    run = partial(fused_ops.recurrence_gates, beta_max=BETA_MAX)
     yield source.case(["beta", "g"], "gates", f"gates, {heads} heads, n_h = {steps}", run, leaves)
 
 
@@ -222,7 +214,7 @@ def _rotary(source: Source) -> Iterator[Case]:
     angles = source.normal(source.tokens, size // 2)
     fixed, kept = {"cos": angles.cos(), "sin": angles.sin()}, ("cos", "sin")
     name = f"rotary, {heads} x {size}"
-    yield source.case(["rotated q", "rotated k"], "rotary", name, rotary, leaves, fixed, kept=kept)
+    yield source.case(["rotated q", "rotated k"], "rotary", name, fused_ops.rotary, leaves, fixed, kept=kept)
 
 
 def _selective_scan(source: Source) -> Iterator[Case]:
@@ -233,7 +225,8 @@ def _selective_scan(source: Source) -> Iterator[Case]:
     leaves["rate"] = source.normal(channels, STATE).exp()
     for signed in (False, True):
         name = f"selective scan, {rows} rows of {channels} channels" + ", signed" * signed
-        yield source.case(["y"], "selective-scan", name, partial(selective_scan, signed=signed), leaves)
+        run = partial(fused_ops.selective_scan, signed=signed)
+        yield source.case(["y"], "selective-scan", name, run, leaves)
 
 
 def _cross_entropy(source: Source) -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """Implementations of the operator to compare: this project's backends, and other installed packages.
 
-An implementation takes the tensors of one `Problem` and returns o [B, T, H, V]. Peers get views of the same
+An implementation maps the tensors of one `Problem` to o [B, T, H, V]. Peers get views of the same
 tensors in their own layout, so their time includes no copies, except of beta, which is small.
 """
 
@@ -72,14 +72,11 @@ class Problem:
         exact = replace(self, **leaves, do=last("o", self.do))
         expected = forward_backward(partial(operator, backend="chunk"), exact)
         largest = max(x.square().mean().sqrt().item() for name, x in expected.items() if name != "o")
-        return {
-            name: relative_rms(
-                last(name.removeprefix("d"), results[name]),
-                x,
-                least=1e-30 if name == "o" else MIN_GRADIENT * largest * x.numel() ** 0.5,
-            )
-            for name, x in expected.items()
-        }
+        errors = {}
+        for name, x in expected.items():
+            least = 1e-30 if name == "o" else MIN_GRADIENT * largest * x.numel() ** 0.5
+            errors[name] = relative_rms(last(name.removeprefix("d"), results[name]), x, least)
+        return errors
 
 
 def make_problem(
@@ -163,21 +160,12 @@ def _transformers(p: Problem) -> Tensor:
     return rule(p.q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
-def _fla_delta_rule(p: Problem) -> Tensor:
-    kernel = import_module("fla.ops.delta_rule").chunk_delta_rule
-    return kernel(p.q, *_flat(p), use_qk_l2norm_in_kernel=p.norm)[0]
-
-
-def _fla_gated_delta_rule(p: Problem) -> Tensor:
-    kernel = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+def _fla(name: str, p: Problem) -> Tensor:
     k, v, beta = _flat(p)
-    return kernel(p.q, k, v, p.g, beta, use_qk_l2norm_in_kernel=p.norm)[0]
-
-
-def _fla_gated_delta_product(p: Problem) -> Tensor:
-    kernel = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
-    k, v, beta = _flat(p)
-    return kernel(p.q, k, v, p.g, beta, p.shape.num_householder, use_qk_l2norm_in_kernel=p.norm)[0]
+    gate = () if name == "delta_rule" else (p.g,)
+    steps = (p.shape.num_householder,) if name == "gated_delta_product" else ()
+    kernel = getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
+    return kernel(p.q, k, v, *gate, beta, *steps, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
 def _flash_qla(p: Problem) -> Tensor:
@@ -194,12 +182,12 @@ def _attn_gym(p: Problem) -> Tensor:
     return linear.chunk_gdn(q, k, v, p.g, beta)[0]
 
 
-# With FlashQLA installed, fla's gated delta rule may call it.
+# fla's gated delta rule may call FlashQLA if it is installed.
 PEERS = {
     "fla": [
-        Implementation("fla chunk_delta_rule", _fla_delta_rule, _one_ungated_step),
-        Implementation("fla chunk_gated_delta_rule", _fla_gated_delta_rule, _one_gated_step),
-        Implementation("fla chunk_gated_delta_product", _fla_gated_delta_product, _several_steps),
+        Implementation("fla chunk_delta_rule", partial(_fla, "delta_rule"), _one_ungated_step),
+        Implementation("fla chunk_gated_delta_rule", partial(_fla, "gated_delta_rule"), _one_gated_step),
+        Implementation("fla chunk_gated_delta_product", partial(_fla, "gated_delta_product"), _several_steps),
     ],
     "flash_qla": [Implementation("FlashQLA chunk_gated_delta_rule", _flash_qla, _one_gated_step)],
     "attn_gym": [Implementation("attn-gym chunk_gdn", _attn_gym, _one_gated_step)],

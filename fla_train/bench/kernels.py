@@ -1,10 +1,9 @@
 """`fla-bench kernels`: time the operator's backends and peers on the same inputs."""
 
-from dataclasses import asdict
 from itertools import product
 
 from fla_train.bench.compare import COLUMNS, compare
-from fla_train.bench.implementations import make_problem, ours, peers
+from fla_train.bench.implementations import Problem, make_problem, ours, peers
 from fla_train.bench.options import Kernels
 from fla_train.bench.report import Report
 from fla_train.bench.roofline import Shape
@@ -28,19 +27,15 @@ def run(options: Kernels, report: Report) -> None:
         implementations += others
         report.print(f"not installed: {', '.join(missing) or 'none'}")
     sizes = (options.batch, options.tokens, options.heads, options.head_dim)
-    gates = (True, False) if options.gate is None else (options.gate,)
-    shapes = [
-        Shape(*sizes, options.value_dim or options.head_dim, n, gated, dtype.itemsize, options.group)
-        for n, gated in product(options.num_householder, gates)
-    ]
+    value_dim, gates = options.value_dim or options.head_dim, (True, False)
+
+    def problem(num_householder: int, gated: bool) -> Problem:
+        shape = Shape(*sizes, value_dim, num_householder, gated, dtype.itemsize, options.group)
+        return make_problem(shape, dtype, device, norm=options.norm)
+
     rows = (
-        {"shape": asdict(shape), "n_h": shape.num_householder, "gate": "yes" if shape.gated else "no"} | row
-        for shape in shapes
-        for row in compare(
-            make_problem(shape, dtype, device, norm=options.norm),
-            implementations,
-            report,
-            graphs=options.graphs,
-        )
+        {"n_h": n, "gate": gated} | row
+        for n, gated in product(options.num_householder, gates if options.gate is None else [options.gate])
+        for row in compare(problem(n, gated), implementations, report, graphs=options.graphs)
     )
     report.table("rows", ("n_h", "gate", *COLUMNS), rows)

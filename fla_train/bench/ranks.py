@@ -19,7 +19,7 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> Any:
     The first failure ends all processes. Their output goes to stderr.
 
     Returns:
-        The result of rank 0.
+        Rank 0's result.
 
     Raises:
         RuntimeError: a process failed; with the message of its exception.

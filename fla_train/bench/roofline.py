@@ -17,7 +17,7 @@ GATE_BYTES = 4  # bytes of an element of beta and g, which are fp32
 
 # Memory bandwidth in bytes per second from NVIDIA's data sheets of the SXM modules, A100 with 80 GB.
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.039e12}
-# The same chips in modules with another memory: an "A100-PCIE-40GB", a "GH200".
+# Modules of these chips with another memory: an "A100-PCIE-40GB", a "GH200".
 OTHER_MODULES = re.compile(r"PCIe|NVL|GH200", re.IGNORECASE)
 
 
@@ -97,8 +97,8 @@ def kept_bytes(shape: Shape) -> float:
 def backward_bytes(shape: Shape) -> float:
     """Return the least traffic of a backward pass, per token and head, e (2K + V + 2nK + 2nV) without gates.
 
-    It reads q, k, v and dO, writes dq, dk and dv, and reads the gates, writes their gradients, and reads what
-    the forward pass kept.
+    It reads q, k, v and dO, writes dq, dk and dv, and reads the gates, writes their gradients, and reads the
+    tensors that the forward pass kept.
     """
     traffic = 2 * shape.input_bytes + shape.element_size * shape.value_dim
     return traffic + 2 * _gates(shape) + kept_bytes(shape)

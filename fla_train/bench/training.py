@@ -38,7 +38,6 @@ from fla_train.training.process_group import split_ranks
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
 
-ONE_PROCESS = "launch.num_processes=1"
 QUIET = ("logger.wandb.mode=disabled", "logger.tensorboard=false")
 WARM_UP = 3  # steps that compile kernels and allocate the optimizer's moments
 
@@ -69,7 +68,7 @@ def run(options: Train, report: Report, compose: Compose) -> None:
     """
     check_names("--peers", options.peers, NAMES)
     # Steps are timed and not logged, so wandb need not be installed. Random tokens need no tokenizer.
-    config = compose([ONE_PROCESS, *options.overrides, *QUIET])
+    config = compose(["launch.num_processes=1", *options.overrides, *QUIET])
     validate(config)
     if config.launch.num_machines != 1 or config.task is not None:
         raise ValueError("fla-bench train measures language models on one machine: no task, num_machines=1")

@@ -83,7 +83,7 @@ class Check:
             return forward_backward(operator, self.problem)
 
     def error(self, options: LaunchOptions) -> str:
-        """Return what is wrong with the results under these options, or an empty string."""
+        """Return the errors of the results under these options, or an empty string."""
         try:
             results = self.run(options)
         except Exception as failure:  # raised by the compiler or the device
@@ -110,7 +110,7 @@ def tune(
     """Tune the row of `shape`. After each kernel yield its row of `COLUMNS` and the best options so far.
 
     Args:
-        shape: the shape to time. It must fill the device, or candidates take the same time.
+        shape: the shape to time. It must fill the device, or all candidates are equally fast.
         dtype: dtype of q, k and v, 16 bits wide.
         timer: returns the milliseconds of a function; default `median_ms`.
 

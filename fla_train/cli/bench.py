@@ -9,7 +9,7 @@
     fla-bench precompile --folder /opt/kernels model=gated_delta_product/340m data=fineweb
 
 Commands on whole models take overrides of configs/train.yaml, KEY=VALUE, as `fla-train` does. Tables go to
-stdout in Markdown. `--json X.json` also writes the results to that file, and what was printed to X.md. Exit
+stdout in Markdown. `--json X.json` also writes the results to that file, and the printed tables to X.md. Exit
 code 2: the request is wrong.
 """
 

@@ -91,7 +91,7 @@ class ChunkLayout:
         return x.view(chunks, batch * heads, self.size * num_householder, dim)
 
     def unpack(self, x: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `pack`, in the dtype and first four axes of `like` [B, T, N, H, .]."""
+        """Return the inverse of `pack`, in the dtype and first four axes of `like` [B, T, N, H, .]."""
         batch, tokens, num_householder, heads = like.shape[:4]
         x = x.view(len(self.entries), batch, heads, self.size, num_householder, x.shape[-1])
         x = x.permute(1, 0, 3, 4, 2, 5)
@@ -99,11 +99,11 @@ class ChunkLayout:
         return x[:, :tokens].contiguous() if self.rows is None else x.index_select(1, self.rows)
 
     def before(self, states: Tensor) -> Tensor:
-        """For each chunk, the state that it starts from."""
+        """Return for each chunk, the state that it starts from."""
         return states[:-1] if len(self.first) == 1 else states[self.entries]
 
     def after(self, states: Tensor) -> Tensor:
-        """For each chunk, the state that it ends in."""
+        """Return for each chunk, the state that it ends in."""
         return states[1:] if len(self.first) == 1 else states[[entry + 1 for entry in self.entries]]
 
 
@@ -264,7 +264,7 @@ def _reciprocal_norm(x: Tensor) -> Tensor:
 
 
 def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Tensor:
-    """Gradient of x from that of x * rnorm(x)."""
+    """Return gradient of x from that of x * rnorm(x)."""
     return rnorm * (grad - normalised * (normalised * grad).sum(-1, keepdim=True))
 
 
@@ -296,7 +296,7 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm):
 def _chunk_backward_op(
     do: Tensor, dfinal_state: Tensor, inputs: list[Tensor | None], scale: float, qk_l2norm: bool
 ) -> list[Tensor]:
-    """Gradients of those inputs but `cu_seqlens`, the last, that are not None."""
+    """Return gradients of those inputs but `cu_seqlens`, the last, that are not None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:-1]]
     with torch.enable_grad():
         outputs = _ChunkDeltaProduct.apply(*leaves, inputs[-1], scale, qk_l2norm)

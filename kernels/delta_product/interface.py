@@ -193,7 +193,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A backend's function; Triton, which loads slowly, is imported on first use."""
+    """Load a backend's function; Triton, which loads slowly, is imported on first use."""
     if name == "triton":
         from fla_train.kernels.delta_product.triton.chunk import triton_delta_product
 
@@ -278,7 +278,7 @@ def _check_place(name: str, tensor: Tensor, q: Tensor, *dtypes: torch.dtype) -> 
 
 
 def _by_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with each head as often as value heads share it."""
+    """Return q and k with each head as often as value heads share it."""
     shared = v.shape[-2] // q.shape[-2]
     if shared == 1:
         return q, k
@@ -294,5 +294,5 @@ def _scale(scale: float | None, q: Tensor) -> float:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Whether its values can be read without waiting: in host memory, and not being traced."""
+    """Return whether its values can be read without waiting: in host memory, and not being traced."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(tensor)

@@ -14,7 +14,7 @@ L2NORM_EPS = 1e-6
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
-    """Dtype of beta, gates, states and all arithmetic: float64 for float64 queries, else float32."""
+    """Return dtype of beta, gates, states and all arithmetic: float64 for float64 queries, else float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -64,7 +64,7 @@ def recurrent_step(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_product_step` on validated inputs; shapes and dtypes as there."""
+    """Return `delta_product_step` on validated inputs; shapes and dtypes as there."""
     dtype, kept = q.dtype, state.dtype
     q, k, v, state = (x.to(compute_dtype(q)) for x in (q, k, v, state))
     if qk_l2norm:

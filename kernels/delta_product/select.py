@@ -135,7 +135,7 @@ class Sizes(NamedTuple):
 
 
 def select_kernel(device: torch.device | str, dtype: torch.dtype, **sizes: int) -> Selection:
-    """How the Triton backend runs a call of these sizes on a device.
+    """Return how the Triton backend runs a call of these sizes on a device.
 
     Args:
         device: where the tensors lie; on a CPU the interpreter's choice is returned.
@@ -176,7 +176,7 @@ def check_limits(dtype: torch.dtype, key_dim: int, num_householder: int) -> None
 
 
 def select_for(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool) -> Selection:
-    """`select_kernel` of a call's tensors; for v there may be another of its shape."""
+    """Return `select_kernel` of a call's tensors; for v there may be another of its shape."""
     documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     (batch, tokens, key_heads, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
     dims = (batch, tokens, heads, key_dim, value_dim, num_householder)
@@ -254,7 +254,7 @@ def _select(sizes: Sizes, override: Override) -> Selection:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels."""
+    """Return whether Triton's interpreter runs the kernels."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -301,7 +301,7 @@ def _select_algorithm(sizes: Sizes, override: Override) -> Selection:
 def segment_chunks(
     rows: int, row_chunks: int, heads: int, value_dim: int, processors: int
 ) -> tuple[int, str]:
-    """Chunks per segment, or 0 where sequences stay whole; and why.
+    """Return chunks per segment, or 0 where sequences stay whole; and why.
 
     As many segments as fill the device once, of at least MIN_SEGMENT_CHUNKS each; no split into fewer than
     MIN_SEGMENTS, nor of a row with fewer chunks than MIN_ROW_CHUNKS.

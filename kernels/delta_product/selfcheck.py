@@ -173,7 +173,7 @@ def check_backend(
 def make_inputs(
     case: Case, dtype: torch.dtype, head_dims: tuple[int, int], seed: int, heads: int = HEADS
 ) -> dict[str, object]:
-    """Arguments of `delta_product` for a case, on the CPU; q, k, v in `dtype`."""
+    """Return arguments of `delta_product` for a case, on the CPU; q, k, v in `dtype`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -209,7 +209,7 @@ def make_inputs(
 def evaluate(
     inputs: dict[str, object], backend: str, copies: int = 1, final_state: bool = True
 ) -> dict[str, Tensor]:
-    """o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>, a and b random.
+    """Return o, final_state and, as dq, dk, ..., gradients of <o, a> + <final_state, b>, a and b random.
 
     If the batch consists of copies of a smaller one, all copies have the same a and b. Without `final_state`
     only o is differentiated, as in training.
@@ -234,7 +234,7 @@ def evaluate(
 
 
 def relative_rms(x: Tensor, reference: Tensor, least: float = 1e-30) -> float:
-    """|x - reference| / max(|reference|, least) in float64; NaN if `x` holds one."""
+    """Return |x - reference| / max(|reference|, least) in float64; NaN if `x` holds one."""
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     return ((x - reference).norm() / reference.norm().clamp(min=least)).item()
 

@@ -46,7 +46,7 @@ class Float8Matrix(NamedTuple):
 def float8_product(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """a b^T times both inverse scales, summed in fp32.
+    """Return a b^T times both inverse scales, summed in fp32.
 
     Args:
         a: [M, K] in float8, contiguous rows.
@@ -109,7 +109,7 @@ def cast_float8(
 
 
 def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
-    """silu(gate) * up in E4M3, without its transpose.
+    """Return silu(gate) * up in E4M3, without its transpose.
 
     Args:
         gate_up: [M, 2 F], gate and up side by side.
@@ -134,7 +134,7 @@ def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
 def cast_swiglu_backward(
     gate_up: Tensor, dy: Tensor, inverse: Tensor, *, dtype: torch.dtype = E5M2, backend: str = "auto"
 ) -> tuple[Float8Matrix, Tensor]:
-    """The gradient of gate_up with its transpose, and the transpose of `cast_swiglu`'s data.
+    """Return the gradient of gate_up with its transpose, and the transpose of `cast_swiglu`'s data.
 
     Args:
         gate_up: [M, 2 F].
@@ -168,7 +168,7 @@ def cast_swiglu_backward(
 
 
 def transpose_float8(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """The transpose of x [M, N] in memory."""
+    """Return the transpose of x [M, N] in memory."""
     y = x.new_empty(x.shape[::-1])
     if resolve_backend(backend, y.new_empty(0, dtype=torch.float32)) == "torch":
         y.copy_(x.t())
@@ -178,7 +178,7 @@ def transpose_float8(x: Tensor, *, backend: str = "auto") -> Tensor:
 
 
 def norm_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight [D] of an RMSNorm times a scale for its output, and the inverse scale.
+    """Return the weight [D] of an RMSNorm times a scale for its output, and the inverse scale.
 
     The output is at most sqrt(D) times the largest weight, so that the scale needs no look at it. A bound
     above the largest magnitude costs no precision, only numbers of the least binades.
@@ -305,13 +305,13 @@ def _of_scale(largest: Tensor, y: Tensor) -> dict[str, int]:
 
 @triton.jit
 def magnitude_bits(b_x):
-    """Bits of |x| in fp32: as integers they order as the numbers do, NaN above infinity."""
+    """Return bits of |x| in fp32: as integers they order as the numbers do, NaN above infinity."""
     return b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def load_scale(largest, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr):
-    """`scale_of` the largest of all programs."""
+    """Load `scale_of` the largest of all programs."""
     o = tl.arange(0, PADDED)
     exponent = tl.max(tl.load(largest + o, mask=o < COUNT, other=0), 0) >> 23
     up = tl.minimum(tl.maximum(TOP + 254 - exponent, 1), 253)
@@ -329,7 +329,7 @@ def store_inverse(p, inverse):
 
 @triton.jit
 def tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows [BM] and columns [BN] of tile `i_tile`, and which of them exist [BM, BN]."""
+    """Return rows [BM] and columns [BN] of tile `i_tile`, and which of them exist [BM, BN]."""
     n_across = tl.cdiv(columns, BN)
     o_m = (i_tile // n_across).to(tl.int64) * BM + tl.arange(0, BM)
     o_n = (i_tile % n_across) * BN + tl.arange(0, BN)
@@ -355,7 +355,7 @@ def store_transposed(p, b_x, scale, o_m, o_n, mask, stride):
 
 @triton.jit
 def from_the_end(i, steps):
-    """Which block is step `i` of this program's `steps`.
+    """Return which block is step `i` of this program's `steps`.
 
     The data written last is still in the L2 cache, and so will be the data read last when the cast begins.
     """
@@ -405,7 +405,7 @@ def load_gate_up(gate_up, o_m, o_n, mask, D: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients(b_gate, b_up, b_dy):
-    """Gradients of gate and up, and silu(gate) * up."""
+    """Return gradients of gate and up, and silu(gate) * up."""
     b_sigmoid = sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
     return b_dy * b_up * (b_sigmoid + b_silu * (1.0 - b_sigmoid)), b_dy * b_silu, b_silu * b_up

@@ -135,7 +135,7 @@ def recurrence_gates_backward(
 
 
 def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
-    """Number of programs, and the arguments that both kernels share."""
+    """Return number of programs, and the arguments that both kernels share."""
     columns, heads = b.shape[-1], 1 if a is None else a.shape[-1]
     block = next_power_of_2(columns)
     tile_rows, rows = max(1, TILE // block), b.numel() // columns
@@ -144,7 +144,7 @@ def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
 
 
 def _strides(**tensors: Tensor | None) -> dict[str, int]:
-    """The rows' strides, by the kernels' names for them."""
+    """Return the rows' strides, by the kernels' names for them."""
     return {f"S_{name}": 0 if x is None else row_stride(x) for name, x in tensors.items()}
 
 

@@ -68,7 +68,7 @@ def add_rms_norm(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of residual + x, and that sum: the next residual, in the dtype both promote to.
+    """Return `rms_norm` of residual + x, and that sum: the next residual, in the dtype both promote to.
 
     Arguments and errors are those of `rms_norm`; `residual` has the shape of `x`. The norm sees the sum as it
     is rounded to its dtype; `dtype` defaults to that.
@@ -90,7 +90,7 @@ def cast_rms_norm(
     narrow: torch.dtype,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`rms_norm`, or `add_rms_norm`, whose result is needed in a float8 format only.
+    """Return `rms_norm`, or `add_rms_norm`, whose result is needed in a float8 format only.
 
     Args:
         scaled: the weight times the scale of the result in `narrow`; without gradient.
@@ -239,7 +239,7 @@ def rms_norm_backward(
 
 
 def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:
-    """Number of tiles of x [..., D], and the sizes that both kernels share."""
+    """Return number of tiles of x [..., D], and the sizes that both kernels share."""
     size = x.shape[-1]
     block = next_power_of_2(size)
     tile_rows = max(1, TILE // block)
@@ -268,7 +268,7 @@ def store_tile(p, p_tile, b_x, mask):
 
 @triton.jit
 def tile(i_tile, n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Rows [BR, 1], columns [1, BD] and mask [BR, BD] of tile `i_tile`."""
+    """Return rows [BR, 1], columns [1, BD] and mask [BR, BD] of tile `i_tile`."""
     o_r = i_tile.to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     return o_r[:, None], o_d[None, :], (o_r < n_rows)[:, None] & (o_d < D)[None, :]

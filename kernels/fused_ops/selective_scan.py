@@ -30,7 +30,7 @@ MAX_STATE = 64  # beyond, parts of the gradients of b and c would be as large as
 def selective_scan(
     u: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, *, signed: bool = False, backend: str = "auto"
 ) -> Tensor:
-    """y [B, T, D] from zero states, differentiable in all inputs.
+    """Return y [B, T, D] from zero states, differentiable in all inputs.
 
     Args:
         u, dt: input and time step, [B, T, D].
@@ -118,7 +118,7 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _tiles(rate: Tensor) -> tuple[int, int]:
-    """Channels of a program, and programs of a row."""
+    """Return channels of a program, and programs of a row."""
     channels, size = rate.shape
     tile = min(max(1, TILE // next_power_of_2(size)), next_power_of_2(channels))
     return tile, ceil_div(channels, tile)
@@ -169,7 +169,7 @@ def program(D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 
 @triton.jit
 def load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D: tl.constexpr, N: tl.constexpr):
-    """u and dt [BD], b [BN] of row `i_r` of [B T, ...]."""
+    """Load u and dt [BD], b [BN] of row `i_r` of [B T, ...]."""
     b_u = tl.load(u + i_r * D + o_d, mask=m_d, other=0.0)
     b_dt = tl.load(dt + i_r * D + o_d, mask=m_d, other=0.0)
     return b_u, b_dt, tl.load(b + i_r * N + o_n, mask=m_n, other=0.0)
@@ -177,7 +177,7 @@ def load_token(u, dt, b, i_r, o_d, o_n, m_d, m_n, D: tl.constexpr, N: tl.constex
 
 @triton.jit
 def transition(b_decay, SIGNED: tl.constexpr):
-    """a of exp(-dt rate)."""
+    """Return a of exp(-dt rate)."""
     if SIGNED:
         b_decay = 2.0 * b_decay - 1.0
     return b_decay
@@ -185,7 +185,7 @@ def transition(b_decay, SIGNED: tl.constexpr):
 
 @triton.jit
 def next_states(b_h, b_decay, b_x, b_b, SIGNED: tl.constexpr):
-    """a h + x b^T of states [BD, BN]."""
+    """Return a h + x b^T of states [BD, BN]."""
     return transition(b_decay, SIGNED) * b_h + b_x[:, None] * b_b[None, :]
 
 

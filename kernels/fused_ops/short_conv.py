@@ -114,7 +114,7 @@ def _torch_short_convolution(
 
 
 def _in_rows(x: Tensor, rows: int) -> Tensor:
-    """x [B, T, D] as [R, T', D]."""
+    """Return x [B, T, D] as [R, T', D]."""
     return x if len(x) == rows else x.view(rows, -1, x.shape[-1])
 
 
@@ -192,7 +192,7 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
 
 
 def _ends(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first and the last `count` tokens of x [R, T, ...], or all if there are fewer."""
+    """Return the first and the last `count` tokens of x [R, T, ...], or all if there are fewer."""
     return x[:, :count], x[:, -count:]
 
 
@@ -238,7 +238,7 @@ def _launch(
     before: Tensor | None,
     config: tuple[int, int, int, int],
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid (channel blocks fastest) and the arguments that both kernels share."""
+    """Return grid (channel blocks fastest) and the arguments that both kernels share."""
     (batch, length, channels), (tokens, rows, block, warps) = x.shape, config
     if before is not None and len(before) != batch:  # of each of the rows, which may be packed into one row
         batch, length = len(before), batch * length // len(before)
@@ -261,7 +261,7 @@ def load_tap(weight, o_d, shift: tl.constexpr, D: tl.constexpr, W: tl.constexpr)
 
 @triton.jit
 def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
-    """The weights of the inputs 0, 1, 2 and 3 tokens back."""
+    """Load the weights of the inputs 0, 1, 2 and 3 tokens back."""
     return (
         load_tap(weight, o_d, 0, D, W),
         load_tap(weight, o_d, 1, D, W),
@@ -278,13 +278,13 @@ def pointers(p, o_row, o_t, o_d, S: tl.constexpr):
 
 @triton.jit
 def inside(o_t, o_end, m_d):
-    """[BR, BD]: whether tokens are before `o_end`, and channels exist (m_d [1, BD])."""
+    """Return [BR, BD]: whether tokens are before `o_end`, and channels exist (m_d [1, BD])."""
     return (o_t < o_end)[:, None] & m_d
 
 
 @triton.jit
 def load_group(p, o_t, o_end, m_d, S: tl.constexpr):
-    """The GROUP tokens from `o_t` on, to which p points; zeros from `o_end` on."""
+    """Load the GROUP tokens from `o_t` on, to which p points; zeros from `o_end` on."""
     return (
         tl.load(p, mask=inside(o_t, o_end, m_d), other=0.0),
         tl.load(p + S, mask=inside(o_t + 1, o_end, m_d), other=0.0),
@@ -306,7 +306,7 @@ def load_past(p, before, o_row, o_t, o_end, o_d, m_d, T, D: tl.constexpr, W: tl.
 
 @triton.jit
 def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
-    """Past inputs and a group in fp32, in order of time."""
+    """Return past inputs and a group in fp32, in order of time."""
     return (
         b_x3.to(tl.float32), b_x2.to(tl.float32), b_x1.to(tl.float32), b_g0.to(tl.float32),
         b_g1.to(tl.float32), b_g2.to(tl.float32), b_g3.to(tl.float32),
@@ -315,7 +315,7 @@ def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
 
 @triton.jit
 def load_positions(position_in_document, o_row, o_t, o_end, PACKED: tl.constexpr):
-    """[BR, 1] distances from the document's start."""
+    """Load [BR, 1] distances from the document's start."""
     b_n = tl.zeros_like(o_t)
     if PACKED:
         b_n = tl.load(position_in_document + o_row + o_t, mask=(o_t >= 0) & (o_t < o_end), other=0).to(
@@ -326,13 +326,13 @@ def load_positions(position_in_document, o_row, o_t, o_end, PACKED: tl.constexpr
 
 @triton.jit
 def reached(b_x, b_n, shift: tl.constexpr, PACKED: tl.constexpr):
-    """b_x where the token `shift` places back is of the same document, else 0."""
+    """Return b_x where the token `shift` places back is of the same document, else 0."""
     return tl.where(b_n >= shift, b_x, 0.0) if PACKED else b_x
 
 
 @triton.jit
 def convolve(b_xs, j: tl.constexpr, b_ws, b_n, PACKED: tl.constexpr):
-    """The pre-activation of token `j` of a group, whose inputs and the three before are b_xs."""
+    """Return the pre-activation of token `j` of a group, whose inputs and the three before are b_xs."""
     b_z = b_xs[j + 3] * b_ws[0] + reached(b_xs[j + 2] * b_ws[1], b_n, 1, PACKED)
     return b_z + reached(b_xs[j + 1] * b_ws[2], b_n, 2, PACKED) + reached(b_xs[j] * b_ws[3], b_n, 3, PACKED)
 

@@ -21,7 +21,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def row_stride(x: Tensor) -> int:
-    """Elements from a row of x [..., D] to the next; x is one of `as_rows`."""
+    """Return elements from a row of x [..., D] to the next; x is one of `as_rows`."""
     return x.shape[-1] if x.is_contiguous() else x.stride(-2)
 
 
@@ -49,7 +49,7 @@ class SideBySideGradients:
         return self.free.pop(index)
 
     def collect(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """All gradients and the zeros as one tensor; None if they are not in this memory.
+        """Return all gradients and the zeros as one tensor; None if they are not in this memory.
 
         A gradient that is elsewhere is copied, unless its memory was taken: it may be in use.
         """
@@ -66,7 +66,7 @@ class SideBySideGradients:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """Unwritten memory for the gradient of x, side by side with others' where x was made so."""
+    """Return unwritten memory for the gradient of x, side by side with others' where x was made so."""
     compiling = torch.compiler.is_compiling()  # which traces no attributes of gradient functions
     gradients = None if compiling else getattr(x.grad_fn, "side_by_side", None)
     return x.new_empty(x.shape) if gradients is None else gradients.take(x.output_nr, x)

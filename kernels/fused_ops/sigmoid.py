@@ -7,7 +7,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sigmoid(b_x):
-    """1 / (1 + e^-x), of fp32.
+    """Return 1 / (1 + e^-x), of fp32.
 
     `tl.exp` and a division each take four instructions for operands near the ends of fp32's range. `tl.exp2`
     and `tl.rsqrt` are one; they flush denormal numbers to zero, which changes no digit here. The square of

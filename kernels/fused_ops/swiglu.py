@@ -25,7 +25,7 @@ WARPS = 4
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """(silu(gate) * up) weight^T, differentiable in all three.
+    """Return (silu(gate) * up) weight^T, differentiable in all three.
 
     The triton backend computes the product in float32 and keeps only its factors. The backward pass reads
     them anyway and recomputes the product for the gradient of `weight`: a third less memory for an MLP.
@@ -106,7 +106,7 @@ def _launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 
 @triton.jit
 def tile(n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Rows [BR, 1], columns [1, BD] and mask [BR, BD] of this program."""
+    """Return rows [BR, 1], columns [1, BD] and mask [BR, BD] of this program."""
     ND: tl.constexpr = (D + BD - 1) // BD
     o_r = (tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)

@@ -33,7 +33,7 @@ def linear_step(
     swiglu: bool = False,
     in_parts: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of linear layers on rmsnorm(x + residual), side by side.
+    """Return the outputs of linear layers on rmsnorm(x + residual), side by side.
 
     Args:
         x: one token of each of B sequences, [B, 1, D], contiguous; or with a residual its parts (see below).
@@ -296,7 +296,7 @@ def norm_step_kernel(
 
 @triton.jit
 def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
-    """silu of the convolution at channels `o_c`, and the state after it, oldest first.
+    """Return silu of the convolution at channels `o_c`, and the state after it, oldest first.
 
     `y` and `state` point at the sequence's.
     """

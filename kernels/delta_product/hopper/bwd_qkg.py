@@ -60,7 +60,7 @@ def copy_values(u, dv, do, m_u, m_dv, m_do, bars, buffer, i_m, i_t, i_head, pred
 
 @gluon.jit
 def copy_states(dstates, states, s_ds, s_s, bar, i_state, pred, BYTES: gl.constexpr):
-    """Both states of a chunk and head, with which `bar` completes."""
+    """Copy both states of a chunk and head, with which `bar` completes."""
     mbarrier.expect(bar, BYTES, pred=pred)
     copy_state(dstates, s_ds, bar, i_state, pred)
     copy_state(states, s_s, bar, i_state, pred)

@@ -56,7 +56,7 @@ SLICES = {"q": 128, "k": 128, "do": 64, "dv": 64, "u": 64, "states": 128, "dstat
 
 @gluon.jit
 def copy_tiles(matrix, tiles, bar, i_row, i_head, pred, START: gl.constexpr, END: gl.constexpr):
-    """Tiles START to END of 64 rows of a head."""
+    """Copy tiles START to END of 64 rows of a head."""
     COUNT: gl.constexpr = tiles.shape[0]
     COLUMNS: gl.constexpr = tiles.shape[2]
     for i in gl.static_range(START, END):
@@ -65,7 +65,7 @@ def copy_tiles(matrix, tiles, bar, i_row, i_head, pred, START: gl.constexpr, END
 
 @gluon.jit
 def copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bar, i_m, i_t, i_head, pred):
-    """dV, dO and u of a chunk, the latter without the tiles whose place scores take."""
+    """Copy dV, dO and u of a chunk, the latter without the tiles whose place scores take."""
     mbarrier.expect(bar, (3 * TILES - SCORES) * ROWS * WIDTH * 2, pred=pred)
     copy_tiles(u, m_u, bar, i_m, i_head, pred, SCORES, TILES)
     copy_tiles(dv, m_dv, bar, i_m, i_head, pred, 0, TILES)
@@ -74,14 +74,14 @@ def copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bar, i_m, i_t, i_head, pred):
 
 @gluon.jit
 def copy_first(u, m_u, bar, i_m, i_head, pred):
-    """The tiles of u that `copy_chunk_values` leaves out."""
+    """Copy the tiles of u that `copy_chunk_values` leaves out."""
     mbarrier.expect(bar, SCORES * ROWS * WIDTH * 2, pred=pred)
     copy_tiles(u, m_u, bar, i_m, i_head, pred, 0, SCORES)
 
 
 @gluon.jit
 def copy_keys(k, q, m_k, m_q, bar, i_m, i_t, i_head, pred):
-    """k and q of a chunk."""
+    """Copy k and q of a chunk."""
     mbarrier.expect(bar, 4 * ROWS * HALF * 2, pred=pred)
     copy_tiles(k, m_k, bar, i_m, i_head, pred, 0, 2)
     copy_tiles(q, m_q, bar, i_t, i_head, pred, 0, 2)
@@ -102,7 +102,7 @@ def copy_slice(matrix, ring, bars, count, work, part, n_work):
 
 @gluon.jit
 def load_quarters(tile, LAYOUT: gl.constexpr):
-    """A slice as a tuple of four tiles of 16 rows."""
+    """Load a slice as a tuple of four tiles of 16 rows."""
     parts = ()
     for i in gl.static_range(0, WIDTH, WIDTH // 4):
         parts += (tile.slice(i, WIDTH // 4).load(LAYOUT),)
@@ -111,7 +111,7 @@ def load_quarters(tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_products(total, a, b):
-    """Total + a .* b in fp32 of tuples of tiles."""
+    """Return total + a .* b in fp32 of tuples of tiles."""
     for i in gl.static_range(len(a)):
         total += a[i].to(gl.float32) * b[i].to(gl.float32)
     return total

@@ -67,7 +67,7 @@ def with_tma_descriptors(
     states: Iterable[str] = (),
     slices: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The arguments with TMA descriptors in place of some tensors.
+    """Return the arguments with TMA descriptors in place of some tensors.
 
     `rows` are tensors [..., heads, columns], read in tiles of 64 rows of one head; `states` are tensors
     [..., V, K], read in tiles of V x K. If the arguments have TILES, V is split into TILES tiles, each like a
@@ -123,7 +123,7 @@ def _padded(width: int) -> int:
 
 @gluon.jit
 def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: gl.constexpr, PACKED: gl.constexpr):
-    """`triton.common.chunk_span`, with no tokens where a packed row has fewer chunks."""
+    """Return `triton.common.chunk_span`, with no tokens where a packed row has fewer chunks."""
     if PACKED:
         i_s = gl.load(chunk_sequence + i_c)
         i_first = gl.load(chunk_offsets + i_s)
@@ -138,7 +138,7 @@ def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: gl.cons
 
 @gluon.jit
 def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
-    """`triton.common.sequence_span` in 32 bits, as the copy engine counts rows."""
+    """Return `triton.common.sequence_span` in 32 bits, as the copy engine counts rows."""
     if PACKED:
         i_start = gl.load(cu_seqlens + i_s).to(gl.int32)
         length = gl.load(cu_seqlens + i_s + 1).to(gl.int32) - i_start
@@ -156,7 +156,7 @@ def opaque_zero(count):
 
 @gluon.jit
 def rows_of(p, n_rows, stride, layout: gl.constexpr):
-    """[64] scalars in fp32, zeros past `n_rows`."""
+    """Return [64] scalars in fp32, zeros past `n_rows`."""
     o = gl.arange(0, ROWS, layout)
     return gl.load(p + o * stride, mask=o < n_rows, other=0.0)
 
@@ -185,7 +185,7 @@ def copy_state(matrix, tile, bar, i_state, pred):
 
 @gluon.jit
 def copy_pair(a, b, s_a, s_b, bar, i_a, i_b, i_head, pred, BYTES: gl.constexpr):
-    """Tiles of two matrices, of the same head; `bar` completes when BYTES have come."""
+    """Copy tiles of two matrices, of the same head; `bar` completes when BYTES have come."""
     mbarrier.expect(bar, BYTES, pred=pred)
     copy_tile(a, s_a, bar, i_a, i_head, pred)
     copy_tile(b, s_b, bar, i_b, i_head, pred)
@@ -222,7 +222,7 @@ def products(a, b, total, SIZE: gl.constexpr):
 
 @gluon.jit
 def make_bar():
-    """A barrier for copies, at its first phase."""
+    """Return a barrier for copies, at its first phase."""
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     return bar
@@ -230,7 +230,7 @@ def make_bar():
 
 @gluon.jit
 def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
-    """A tile of k or q, with which `bar` completes."""
+    """Copy a tile of k or q, with which `bar` completes."""
     mbarrier.expect(bar, BYTES, pred=pred)
     copy_tile(matrix, tile, bar, i_row, i_head, pred)
 
@@ -272,7 +272,7 @@ def expect_values(bar_do, bar_u, bar_s, pred, BK: gl.constexpr, BV: gl.constexpr
 
 @gluon.jit
 def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_head, pred):
-    """dO, u and the state of a chunk and head, or tile of V; a barrier completes with each."""
+    """Copy dO, u and the state of a chunk and head, or tile of V; a barrier completes with each."""
     copy_tile(do, s_do, bar_do, i_t, i_head, pred)
     copy_tile(u, s_u, bar_u, i_m, i_head, pred)
     copy_state(states, s_s, bar_s, i_s, pred)
@@ -287,7 +287,7 @@ def expect_wy(bar_wy, bar_p, pred):
 
 @gluon.jit
 def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_head, pred):
-    """T and P diag(beta) of a chunk and head, in the same way."""
+    """Copy T and P diag(beta) of a chunk and head, in the same way."""
     copy_tile(p, s_p, bar_p, i_t, i_head, pred)
     copy_tile(wy, s_wy, bar_wy, i_m, i_head, pred)
 
@@ -398,7 +398,7 @@ def make_sums(parts: gl.constexpr):
 
 @gluon.jit
 def in_parts(x):
-    """[rows, parts, columns / parts] of x [64 or 128, columns], so that a warp has whole parts."""
+    """Return [rows, parts, columns / parts] of x [64 or 128, columns], so that a warp has whole parts."""
     parts: gl.constexpr = 2 * ROWS // x.shape[0]
     return gl.reshape(x, [x.shape[0], parts, x.shape[1] // parts])
 
@@ -428,7 +428,7 @@ def keep_column_sums(sums, x, zero):
 
 @gluon.jit
 def load_sums(sums, layout: gl.constexpr):
-    """[64] sums of all parts."""
+    """Load [64] sums of all parts."""
     LENGTH: gl.constexpr = sums.shape[1]
     parts = sums.index(0)
     total = parts.slice(0, ROWS).load(layout)

@@ -51,7 +51,7 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 @gluon.jit
 def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.constexpr):
-    """The terms of dk and dq that contain the state, and the row sums that beta, gates and norms need.
+    """Return the terms of dk and dq that contain the state, and the row sums that beta, gates and norms need.
 
     Args:
         b_dk: u dS'; b_y: dV S; b_dq: dO S, each [64, columns], of some key channels or of all.
@@ -71,7 +71,7 @@ def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.con
 def score_gradients(
     b_da, b_dp, table, n_m, n_t, scale, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """dA' and dP' [64, 64] without beta, of dV u^T and u dO^T."""
+    """Return dA' and dP' [64, 64] without beta, of dV u^T and u dO^T."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
@@ -89,7 +89,7 @@ def score_gradients(
 
 @gluon.jit
 def score_sums(b_da, b_dp, b_kk, b_kq, table, LAYOUT: gl.constexpr, WROW: gl.constexpr):
-    """Row and column sums of dA .* A and dP .* P: what dbeta takes of them, k . dk and q . dq.
+    """Return row and column sums of dA .* A and dP .* P: what dbeta takes of them, k . dk and q . dq.
 
     Writes to the lines READ and QUERY. Contains a barrier.
 
@@ -145,7 +145,7 @@ def store_scalar_gradients(
 
 @gluon.jit
 def norm_parts(table, kw, kr, kp, qr, qp, ROW: gl.constexpr, WROW: gl.constexpr):
-    """The multiples of k and of q [64] that the gradient of the L2 norm subtracts from dk and dq.
+    """Return the multiples of k and of q [64] that the gradient of the L2 norm subtracts from dk and dq.
 
     With r = rsqrt(x . x + eps) and y = r * d(x r), the gradient is dx = y - r^2 (x . y) x. This returns
     r^2 (x . y).

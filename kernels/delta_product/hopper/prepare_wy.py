@@ -43,7 +43,7 @@ PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.va
 
 @gluon.jit
 def invert(b_l, zero, s_l, s_rest, s_wy, ACC: gl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [64, 64] in fp32, as `unit_lower_inverse` has it.
+    """Return (I + L)^-1 of a strictly lower triangular L [64, 64] in fp32, as `unit_lower_inverse` has it.
 
     L stays whole: with T block diagonal, T L T between two blocks is that of L between them. So each product
     is masked and not its operand, and L goes to shared memory once.

@@ -134,5 +134,5 @@ class _DeltaProduct(torch.autograd.Function):
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward pass that runs may be followed by another of the same graph."""
+    """Return whether the backward pass that runs may be followed by another of the same graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -100,12 +100,12 @@ def make_prepared(q: Tensor, beta: Tensor, chunks: int, gated: bool, qk_l2norm: 
 
 
 def row_length(q: Tensor) -> int:
-    """Scalars in a head's row of the tables by token: B * T, or a few more."""
+    """Return scalars in a head's row of the tables by token: B * T, or a few more."""
     return ROW_MULTIPLE * ceil_div(q.shape[0] * q.shape[1], ROW_MULTIPLE)
 
 
 def in_half(q: Tensor, qk_l2norm: bool) -> bool:
-    """Whether the triangle is inverted, and the inverse kept, in fp16.
+    """Return whether the triangle is inverted, and the inverse kept, in fp16.
 
     With unit keys and beta <= 2 the entries of both are at most 2.
     """

@@ -111,7 +111,7 @@ def sum_over_values(
     p_rows, n_rows, p_state, i_k, K: tl.constexpr, V: tl.constexpr, H: tl.constexpr,
     R: tl.constexpr, BKO: tl.constexpr, BV: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R, V] times a transposed state [V, K], BKO columns of it from `i_k`, in fp32."""
+    """Return rows [R, V] times a transposed state [V, K], BKO columns of it from `i_k`, in fp32."""
     b_y = tl.zeros((R, BKO), tl.float32)
     for i_v in range(0, V, BV):
         b_rows = load_rows(p_rows, n_rows, i_v, V, H * V, R, BV).to(OPERAND)
@@ -133,7 +133,7 @@ def chunk_bwd_qkg_kernel(
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: dq, dk, dbeta and dg.
+    """Compute per chunk and head: dq, dk, dbeta and dg.
 
     One product after the other, each over all of V, so that few accumulators are alive at a time: that is
     worth reading tiles again, from the L2 cache. The inner products k . dk and q . dq (and their parts),

@@ -147,7 +147,7 @@ def chunk_prepare_wy_kernel(
 
 @triton.jit
 def next_state(b_s, b_decay, b_written, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The tiles of S^T after a chunk."""
+    """Return the tiles of S^T after a chunk."""
     b_next = ()
     for i in tl.static_range(len(b_s)):
         b_next += (add_writes(b_s[i] * b_decay, b_written, b_k[i], OPERAND, PRECISION),)
@@ -166,7 +166,7 @@ def chunk_fwd_kernel(
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per sequence, head and tile of V: the state and the output, chunk after chunk."""
+    """Compute per sequence, head and tile of V: the state and the output, chunk after chunk."""
     i_v, i_h, i_s = program_tile(H, (V + BV - 1) // BV, BV)
     i_start, length, i_chunk = sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
     b_s = load_state(initial_state, i_s, i_h, i_v, H, K, V, BK, BV)  # S^T

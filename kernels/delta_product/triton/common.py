@@ -17,7 +17,7 @@ KEY_TILE = tl.constexpr(128)  # key channels of a tile of the state: tiles of 25
 
 @triton.jit
 def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token and number of tokens of chunk `i_c`; none (<= 0) for a packed row's spare chunks."""
+    """Return first token and number of tokens of chunk `i_c`; none (<= 0) for a packed row's spare chunks."""
     if PACKED:
         i_s = tl.load(chunk_sequence + i_c)
         i_first = tl.load(chunk_offsets + i_s)
@@ -32,7 +32,7 @@ def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: tl.cons
 
 @triton.jit
 def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
-    """First token, number of tokens and first chunk of sequence `i_s`."""
+    """Return first token, number of tokens and first chunk of sequence `i_s`."""
     if PACKED:
         i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
         length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
@@ -70,7 +70,7 @@ def load_state_tile(
     p, i_s, i_h, i_v, i_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """S^T [BV, BK] in fp32, zeros without states."""
+    """Load S^T [BV, BK] in fp32, zeros without states."""
     b_s = tl.zeros((BV, BK), tl.float32)
     if p is not None:
         p_s, m_s = state_tile(i_s, i_h, i_v, i_k, H, K, V, BK, BV)
@@ -133,7 +133,7 @@ def load_key_tiles(
     p, i_row, n_rows, i_h, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """All channels of rows of q or k as operands, in tiles that match those of `load_state`."""
+    """Load all channels of rows of q or k as operands, in tiles that match those of `load_state`."""
     WIDTH: tl.constexpr = min(BK, KEY_TILE)
     b_k = ()
     for i in tl.static_range(BK // WIDTH):
@@ -154,7 +154,7 @@ def store_rows(
 
 @triton.jit
 def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
-    """[R] fp32 scalars of head `i_h` from a [H, n_total] table, zeros past `n_rows`."""
+    """Load [R] fp32 scalars of head `i_h` from a [H, n_total] table, zeros past `n_rows`."""
     o_r = tl.arange(0, R)
     return tl.load(p + i_h.to(tl.int64) * n_total + i_row + o_r, mask=o_r < n_rows, other=0.0)
 
@@ -179,14 +179,14 @@ def factored_times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """R T of R [R, M] in fp32 and T, as in `factored_times_inverse`."""
+    """Return R T of R [R, M] in fp32 and T, as in `factored_times_inverse`."""
     b_y, b_row = factored_times_inverse(b_r, b_wy, OPERAND, PRECISION)
     return b_y * b_row[:, None]
 
 
 @triton.jit
 def times_keys(b_s, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """S^T K^T [BV, M] of a state and keys, each a tuple of tiles."""
+    """Return S^T K^T [BV, M] of a state and keys, each a tuple of tiles."""
     b_y = tl.dot(b_s[0].to(OPERAND), tl.trans(b_k[0]), input_precision=PRECISION)
     for i in tl.static_range(1, len(b_s)):
         b_y = tl.dot(b_s[i].to(OPERAND), tl.trans(b_k[i]), b_y, input_precision=PRECISION)
@@ -202,7 +202,7 @@ def corrected_values(b_ks, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: 
 
 @triton.jit
 def add_writes(b_s, b_written, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """S^T + W^T K, in fp32, of S^T [BV, BK], W^T [BV, M] in fp32 and K [M, BK] in the operands' type.
+    """Return S^T + W^T K, in fp32, of S^T [BV, BK], W^T [BV, M] in fp32 and K [M, BK] in the operands' type.
 
     The rounding error of W is added as a second term: of correlated keys the sum is small and its terms are
     large, so that one term's rounding would be most of the state's error. In fp16 W must stay below 65504, as
@@ -219,7 +219,7 @@ def load_scores(
     p, peak, i_c, i_t, n_t, i_h,
     H: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """P diag(beta) [BC, M] of a chunk, as an operand."""
+    """Load P diag(beta) [BC, M] of a chunk, as an operand."""
     b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)
     if L2NORM:
         b_p = b_p.to(tl.float32) * tl.load(peak + i_c.to(tl.int64) * H + i_h)
@@ -228,7 +228,7 @@ def load_scores(
 
 @triton.jit
 def load_gates(g_cum, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr):
-    """Cumulative log2 gates of a chunk: by Householder step [M], by token [BC], and of its last token.
+    """Load cumulative log2 gates of a chunk: by Householder step [M], by token [BC], and of its last token.
 
     Rows past the end repeat the last token, so that no difference of gates is positive (0 * 2^large is NaN).
     """

@@ -57,7 +57,7 @@ def triton_step(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
+    """Return `delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
     q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
     g = None if g is None else g.contiguous()
     o, new_state = v.new_empty(len(q), *v.shape[-2:]), torch.empty_like(state)
@@ -95,7 +95,7 @@ def fused_recurrent_step(
 
 @triton.jit
 def sequence_tokens(i_s, cu_seqlens, T):
-    """First token and length of a sequence."""
+    """Return first token and length of a sequence."""
     if cu_seqlens is not None:
         i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
         length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
@@ -106,7 +106,7 @@ def sequence_tokens(i_s, cu_seqlens, T):
 
 @triton.jit
 def load_key(p, o_k, K: tl.constexpr, L2NORM: tl.constexpr, eps):
-    """A key or query [BK] as it is used, in fp32, and the factor that made it so."""
+    """Load a key or query [BK] as it is used, in fp32, and the factor that made it so."""
     b_x = tl.load(p + o_k, mask=o_k < K, other=0.0).to(tl.float32)
     b_r = 1.0
     if L2NORM:
@@ -140,7 +140,7 @@ def fused_recurrent_fwd_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Per token S <- exp(g) S, then S <- S + beta_j k_j (v_j - S^T k_j)^T per j, o = scale S^T q."""
+    """Compute per token S <- exp(g) S, then S <- S + beta_j k_j (v_j - S^T k_j)^T per j, o = scale S^T q."""
     i_s, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_start, length = sequence_tokens(i_s, cu_seqlens, T)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)

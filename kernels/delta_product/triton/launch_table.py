@@ -68,7 +68,7 @@ class Key:
 
     @staticmethod
     def of(architecture: str, key_dim: int, value_dim: int, num_householder: int) -> "Key":
-        """The key of a call, its dims rounded up to tiles."""
+        """Return the key of a call, its dims rounded up to tiles."""
         key_tile = max(MIN_TILE, next_power_of_2(key_dim))
         return Key(architecture, key_tile, ceil_div(value_dim, MIN_TILE) * MIN_TILE, num_householder)
 
@@ -77,7 +77,7 @@ Table = dict[Key, LaunchOptions]
 
 
 def hopper_keys(key_dim: int) -> bool:
-    """Whether Hopper's `chunk_prepare_wy` and `chunk_bwd_fused` take keys of this width."""
+    """Return whether Hopper's `chunk_prepare_wy` and `chunk_bwd_fused` take keys of this width."""
     return MIN_TILE <= key_dim <= HOPPER_TILE and key_dim % ALIGNED == 0
 
 
@@ -88,7 +88,7 @@ def value_tiles(value_dim: int) -> int:
 
 
 def square(key_dim: int, value_dim: int) -> bool:
-    """Whether Hopper's `chunk_bwd_qkg` takes these heads."""
+    """Return whether Hopper's `chunk_bwd_qkg` takes these heads."""
     return key_dim == value_dim and key_dim in (MIN_TILE, HOPPER_TILE, 2 * HOPPER_TILE)
 
 
@@ -107,7 +107,7 @@ def architecture(device: torch.device) -> str:
 
 @lru_cache(maxsize=1024)
 def lookup(dtype: torch.dtype, key: Key) -> tuple[LaunchOptions, str]:
-    """The options to launch with, and where they come from.
+    """Return the options to launch with, and where they come from.
 
     Raises:
         ValueError: for a user's file that cannot be used.
@@ -155,7 +155,7 @@ def _most_warps(dtype: torch.dtype, key: Key) -> int:
 
 
 def option_error(kernel: str, options: Mapping[str, int], value_dim: int) -> str | None:
-    """Why options must not be launched, None where nothing speaks against them.
+    """Return why options must not be launched, None where nothing speaks against them.
 
     Compilers made wrong code of some (docs/dev/kernels.md, "Compilers"): these are never tried, nor taken
     from a file. `value_dim` is V rounded up to tiles.
@@ -181,7 +181,7 @@ def option_error(kernel: str, options: Mapping[str, int], value_dim: int) -> str
 
 
 def as_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """The table of these rows."""
+    """Return the table of these rows."""
     return {
         Key(**{name: row[name] for name in Key.__dataclass_fields__}): LaunchOptions(
             **{kernel: dict(row[kernel]) for kernel in TILES}

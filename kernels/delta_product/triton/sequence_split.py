@@ -93,7 +93,7 @@ def segment_split_kernel(
 
 @triton.jit
 def segment_span(i_p, bounds, first_chunk, segment_sequence, offsets):
-    """Sequence, its first and last segment, and the segment's first token, tokens and first chunk."""
+    """Return sequence, its first and last segment, and the segment's first token, tokens and first chunk."""
     i_s = tl.load(segment_sequence + i_p)
     i_first, i_last = tl.load(offsets + i_s), tl.load(offsets + i_s + 1) - 1
     i_t = tl.load(bounds + i_p)
@@ -103,7 +103,7 @@ def segment_span(i_p, bounds, first_chunk, segment_sequence, offsets):
 
 @triton.jit
 def load_log_decays(decay, i_chunk, n_chunks, i_h, H: tl.constexpr):
-    """log2 of the decays of `n_chunks` chunks [WINDOW], 0 past the last."""
+    """Load log2 of the decays of `n_chunks` chunks [WINDOW], 0 past the last."""
     o_c = tl.arange(0, WINDOW)
     b_decay = tl.load(decay + (i_chunk + o_c) * H + i_h, mask=o_c < n_chunks, other=1.0)
     return tl.maximum(tl.log2(b_decay), NO_DECAY)
@@ -177,7 +177,7 @@ def segment_bwd_kernel(
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
     FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per segment, head and tile of V: dL. A last segment's has the final state's gradient in it."""
+    """Compute per segment, head and tile of V: dL. A last segment's has the final state's gradient in it."""
     i_v, i_h, i_p = program_tile(H, (V + BV - 1) // BV, BV)
     i_s, i_first, i_last, i_start, length, i_chunk = segment_span(
         i_p, bounds, first_chunk, segment_sequence, offsets
@@ -309,7 +309,7 @@ class Segments:
         transitions: Tensor,
         options: Options,
     ) -> Tensor:
-        """The gradient of the state at each segment's end [segments, H, K, V]."""
+        """Return the gradient of the state at each segment's end [segments, H, K, V]."""
         call, (_, heads, key_dim, _), value_dim = self.call, transitions.shape, do.shape[-1]
         local = do.new_empty(self.count, heads, value_dim, key_dim, dtype=torch.float32)
         run_kernel(
