@@ -30,11 +30,11 @@ def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: A
         return
     names, constants, variables, variants = _parameters(kernel)
     key = (
-        *(torch.cuda.current_device(), arguments.get("num_warps")),
-        *(arguments.get("num_stages"), arguments.get("maxnreg"), arguments.get("launch_pdl")),
+        torch.cuda.current_device(), arguments.get("num_warps"),
+        arguments.get("num_stages"), arguments.get("maxnreg"), arguments.get("launch_pdl"),
         *[arguments[name] for name in constants],
         *[_trait(arguments[name]) for name in variables],
-    )
+    )  # fmt: skip
     compiled = variants.get(key)
     if compiled is None:
         variants[key] = kernel[grid](**arguments)  # raises for unknown arguments

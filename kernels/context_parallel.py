@@ -186,12 +186,12 @@ def context_parallel_delta_product(
         start = _Start.apply(state, part, f"{layer} state", q, k, v, beta, g)
         start = torch.cat([start, start.new_zeros(fresh, *start.shape[1:])])
     o, final = delta_product(
-        *(q, k, v, beta, g),
+        q, k, v, beta, g,
         initial_state=start,
         output_final_state=part.continued,
         cu_seqlens=cu_seqlens,
         **options,
-    )
+    )  # fmt: skip
     return _End.apply(o, final[fresh:], part, f"{layer} end") if part.continued else o
 
 

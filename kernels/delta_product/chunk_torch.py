@@ -247,8 +247,8 @@ class _ChunkDeltaProduct(torch.autograd.Function):
             layout.unpack(dk, like=k),
             layout.unpack(dv, like=v),
             layout.unpack(dbeta, like=beta.unsqueeze(-1)).squeeze(-1),
-            *(dg, dinitial_state, None, None, None),
-        )
+            dg, dinitial_state, None, None, None,
+        )  # fmt: skip
 
 
 def _decay_(x: Tensor, D: Tensor) -> Tensor:

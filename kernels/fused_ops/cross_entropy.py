@@ -66,13 +66,13 @@ def consume_logits_forward(logits: Tensor, targets: Tensor, losses: Tensor, with
     block = min(BLOCK, next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):
         consume_kernel[(logits.shape[0],)](
-            *(logits, targets, losses),
+            logits, targets, losses,
             V=logits.shape[1],
             BV=block,
             IGNORE=IGNORE,
             GRADIENT=with_gradient,
             num_warps=max(1, block // ELEMENTS_PER_WARP),
-        )
+        )  # fmt: skip
 
 
 @triton.jit

@@ -81,8 +81,8 @@ class _Gates(torch.autograd.Function):
             da, dg = empty_gradient(a), dg.contiguous()
             dparameters = torch.empty(2, a.shape[-1], dtype=torch.float32, device=a.device)
         recurrence_gates_backward(
-            *(b, a, A_log, dt_bias, ctx.beta_max, dbeta.contiguous(), dg, db, da, dparameters)
-        )
+            b, a, A_log, dt_bias, ctx.beta_max, dbeta.contiguous(), dg, db, da, dparameters,
+        )  # fmt: skip
         if a is None:
             return db, None, None, None, None
         dA_log, ddt_bias = dparameters.unbind()
@@ -103,8 +103,8 @@ def recurrence_gates_forward(
     programs, sizes = _sizes(b, a)
     with torch.cuda.device_of(b):
         forward_kernel[(programs,)](
-            *(b, a, A_log, dt_bias, beta, g), beta_max=beta_max, **_strides(b=b, a=a), **sizes
-        )
+            b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **_strides(b=b, a=a), **sizes
+        )  # fmt: skip
 
 
 @custom_op(mutates=("db", "da", "dparameters"))
@@ -125,11 +125,11 @@ def recurrence_gates_backward(
     partial = None if a is None else dparameters.new_empty(programs, 2, a.shape[-1])
     with torch.cuda.device_of(b):
         backward_kernel[(programs,)](
-            *(b, a, A_log, dt_bias, dbeta, dg, db, da, partial),
+            b, a, A_log, dt_bias, dbeta, dg, db, da, partial,
             beta_max=beta_max,
             **_strides(b=b, a=a, db=db, da=da),
             **sizes,
-        )
+        )  # fmt: skip
     if a is not None:
         sum_rows(partial, dparameters)
 

@@ -195,13 +195,13 @@ def rms_norm_forward(
     tiles, sizes = _tiles(x)
     with torch.cuda.device_of(x):
         forward_kernel[(tiles,)](
-            *(x, residual, weight, gate, y, total),
+            x, residual, weight, gate, y, total,
             eps=eps,
             ADD=residual is not None,
             S_x=row_stride(x),
             **_gate_sizes(x, gate=gate),
             **sizes,
-        )
+        )  # fmt: skip
 
 
 @custom_op(mutates=("dx", "dweight", "dgate", "dresidual"))
@@ -224,7 +224,7 @@ def rms_norm_backward(
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         backward_kernel[(programs,)](
-            *(x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial),
+            x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial,
             tiles_each=tiles_each,
             eps=eps,
             ADD=dtotal is not None,
@@ -234,7 +234,7 @@ def rms_norm_backward(
             S_dx=row_stride(dx),
             **_gate_sizes(x, gate=gate, dgate=dgate),
             **sizes,
-        )
+        )  # fmt: skip
     sum_rows(partial, dweight)
 
 

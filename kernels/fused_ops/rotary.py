@@ -80,11 +80,11 @@ def rotary_rotate(
     tokens = max(1, TILE // (block_heads * block_pairs))
     with torch.cuda.device_of(q):
         rotate_kernel[(ceil_div(batch * length, tokens),)](
-            *(q, k, cos, sin, rotated_q, rotated_k, batch * length, length),
+            q, k, cos, sin, rotated_q, rotated_k, batch * length, length,
             **dict(H=heads, HK=k.shape[2], P=size // 2, INVERSE=inverse),
             **dict(S_q=row_stride(q.flatten(-2)), S_k=row_stride(k.flatten(-2))),
             **dict(BT=tokens, BH=block_heads, BHK=next_power_of_2(k.shape[2]), BP=block_pairs),
-        )
+        )  # fmt: skip
 
 
 @triton.jit

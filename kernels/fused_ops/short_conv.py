@@ -222,12 +222,12 @@ def short_convolution_backward(
     partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         backward_kernel[grid](
-            *(x, weight, position_in_document, before, dy, dx, partial),
+            x, weight, position_in_document, before, dy, dx, partial,
             S_x=row_stride(x),
             S_dx=row_stride(dx),
             maxnreg=REGISTERS,
             **sizes,
-        )
+        )  # fmt: skip
     sum_rows(partial, dweight)
 
 

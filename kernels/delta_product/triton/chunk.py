@@ -96,9 +96,9 @@ class _DeltaProduct(torch.autograd.Function):
         elif keep:
             states = v.new_empty(*v.shape[:-1], key_dim, value_dim)
         delta_product_forward(
-            *(q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm),
-            *(o, prepared, u, states, transitions, final_state),
-        )
+            q, k, v, beta, g, initial_state, bounds, scale, qk_l2norm,
+            o, prepared, u, states, transitions, final_state,
+        )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.qk_l2norm, ctx.num_bounds = scale, qk_l2norm, len(bounds)
         if keep:
@@ -126,10 +126,10 @@ class _DeltaProduct(torch.autograd.Function):
             sequences, (heads, value_dim) = cu_seqlens.numel() - 1 if bounds else len(q), u.shape[-2:]
             dinitial_state = beta.new_empty(sequences, heads, q.shape[-1], value_dim)
         delta_product_backward(
-            *(q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm),
-            *(prepared, u, states, transitions),
-            *(dq, dk, dv, dbeta, dg, dinitial_state),
-        )
+            q, k, beta, g, do, dfinal_state, bounds, ctx.scale, ctx.qk_l2norm,
+            prepared, u, states, transitions,
+            dq, dk, dv, dbeta, dg, dinitial_state,
+        )  # fmt: skip
         return dq, dk, dv, dbeta, dg, dinitial_state, *[None] * (4 + ctx.num_bounds)
 
 
