@@ -278,7 +278,7 @@ class Segments:
             segment_split_kernel, (call.num_sequences,), **where, **self.places,
             n_segments=self.count, segment_chunks=self.chunks, C=call.sizes["C"], BLOCK=128,
         )  # fmt: skip
-        # Return bounds that make a kernel treat the segments as documents of a packed row.
+        # Bounds for a kernel that treats the segments as documents of a packed row.
         where |= dict(cu_seqlens=bounds, chunk_offsets=first_chunk, PACKED=True)
         self.sequences, self.n_total = {**where, "n_total": n_total}, n_total
         # Whether the gates bound every transition: there are some, and keys have norm one.
@@ -324,7 +324,7 @@ class Segments:
         self._select(states, self.offsets[: self.call.num_sequences], out)
 
     def select_last(self, states: Tensor, out: Tensor) -> None:
-        """Of `states` [segments, ...] those of each sequence's last segment."""
+        """Select from `states` [segments, ...] those of each sequence's last segment."""
         self._select(states, self.offsets[1 : self.call.num_sequences + 1] - 1, out)
 
     def _select(self, states: Tensor, segments: Tensor, out: Tensor) -> None:
