@@ -1,5 +1,6 @@
-"""Evaluation of checkpoints: lm-eval tasks, perplexity by context length, expressivity, reports.
+"""Evaluation of checkpoints: lm-eval tasks, perplexity by context length, needles, expressivity, comparisons.
 
-Modules are imported by name (`fla_train.eval.harness`, ...): lm-eval and matplotlib load only where they are
-used.
+- `run` evaluates a checkpoint: `sweep`, `needle` and `harness` make jobs, `result_cache` runs them.
+- `result` is the typed result, which `compare`, `tables` and `figures` read.
+- `perplexity` and `likelihood` compute losses, `documents` and `sets` read text, `intervals` are statistics.
 """

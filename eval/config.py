@@ -12,7 +12,7 @@ from fla_train.utils.keys import key
 
 LAYOUTS = ("documents", "packed")
 NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
-NEEDLE_PROMPTS = ("ruler", "question", "continuation")
+NEEDLE_PROMPTS = ("ruler", "continuation")
 ENDINGS = (".gz", ".parquet", ".jsonl")  # of files of documents, the last one first
 
 
@@ -32,8 +32,6 @@ class PerplexityConfig:
     text_column: str = "text"
     chunk: int = key(1024, at_least=1)
     batch_size: int = key(4, at_least=1)
-    state_documents: int = key(0, at_least=0)
-    remembrance_documents: int = key(0, at_least=0)
 
     def check(self) -> Iterator[str]:
         if not self.lengths:
@@ -66,18 +64,17 @@ class NeedleConfig:
 
 @dataclass
 class ExpressivityConfig:
-    """Accuracy on the task a model was trained on, and its transitions; see `fla_train.eval.expressivity`."""
+    """Accuracy on the task that a model was trained on, see `fla_train.eval.expressivity`."""
 
     lengths: list[int] = key(factory=list, at_least=1)
     sequences: int = key(2048, at_least=1)
     batch_size: int = key(128, at_least=1)
-    contexts: int = key(64, at_least=1)
     task: str | None = None
 
 
 @dataclass
 class SuiteConfig:
-    """What to run: a perplexity sweep, needles, lm-eval tasks, or several; or a synthetic task's test."""
+    """A suite: a perplexity sweep, needles, lm-eval tasks, or several of them; or a synthetic task's test."""
 
     name: str = MISSING
     perplexity: PerplexityConfig | None = None
@@ -90,7 +87,7 @@ class SuiteConfig:
     batch_size: str = "8"  # a number, or auto
     max_length: int | None = key(None, at_least=1)
     save_samples: bool = False
-    gen_kwargs: Any = None  # a mapping; Hydra would take no new keys into one that is typed so
+    gen_kwargs: Any = None  # a mapping; Hydra would reject new keys of a typed one
     apply_chat_template: bool | str = False
     system_instruction: str | None = None
     seed: int | None = None
@@ -111,7 +108,7 @@ class SuiteConfig:
 
 @dataclass
 class EvalConfig:
-    """What `fla-eval` takes."""
+    """Options of `fla-eval`."""
 
     checkpoint: str | None = None
     output: str | None = None
@@ -124,7 +121,7 @@ class EvalConfig:
 
 
 def set_name(path: str) -> str:
-    """What a set of documents is called: its folder, its file without endings, or the folder of a glob."""
+    """Return the name of a set of documents: folder, file without endings, or the folder of a glob."""
     place = Path(os.path.abspath(path))  # the name of `.` is that of the folder
     name = (place.parent if "*" in place.name else place).name
     for ending in ENDINGS:

@@ -1,4 +1,4 @@
-"""Held-out documents as token ids: a run's own validation split, or files of FineWeb's shape."""
+"""Held-out documents as token ids: the validation split of a run, or files with FineWeb's columns."""
 
 import hashlib
 import heapq
@@ -21,23 +21,26 @@ from fla_train.data.sources import open_source
 from fla_train.data.tokenizers import encode
 from fla_train.hub.saved_config import kept_tokenizer, read_saved
 
-ENCODE_BATCH = 64  # documents that are tokenized together,
-ENCODE_CHARACTERS = 1 << 20  # or fewer, where this many are reached: long ones, one or two at a time
-LEAST_SEQUENCES = 32  # that a length needs where as many are read as there are
-TOKEN = np.dtype("<u4")  # what is kept of a document: 4 bytes a token, a list of numbers takes 36
-Spans = tuple[tuple[int, int], ...]  # (document, its first token in the sequence) of each document, in order
+# Documents are tokenized in batches of at most this many documents, and of about this many characters.
+ENCODE_BATCH, ENCODE_CHARACTERS = 64, 1 << 20
+# Without a number of sequences, they have the longest length of which there are this many.
+LEAST_SEQUENCES = 32
+# 4 bytes for a token; a Python list takes 36.
+TOKEN = np.dtype("<u4")
+# The documents of a sequence in order: (number of the document, its first token in the sequence).
+Spans = tuple[tuple[int, int], ...]
 
 
 def run_data(run: Path | None) -> PreparedData:
-    """The prepared data that a run was trained on, prepared again if the cache lost it.
+    """Return the prepared data that a run was trained on, prepared again if the cache lost it.
 
     Raises:
-        ValueError: there is no run folder, or its config names no data.
+        ValueError: the run folder is missing, or its config does not name data.
     """
     config = run / "config.yaml" if run else None
     if config is None or not config.is_file():
         raise ValueError(
-            "the checkpoint lies in no run folder, so its validation split is unknown: name documents with "
+            "the checkpoint is not in a run folder, so its validation split is unknown: name documents with "
             "'suite.perplexity.sets=[documents.parquet]'"
         )
     data = read_saved(config)["data"]
@@ -47,9 +50,9 @@ def run_data(run: Path | None) -> PreparedData:
 
 
 def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:
-    """Each document of the validation split as [tokens], without the end-of-sequence token that ends it.
+    """Yield each document of the validation split as [tokens], without its end-of-sequence token.
 
-    A mixture's come part by part.
+    The corpora of a mixture follow each other.
 
     Raises:
         ValueError: a shard is missing or cut short.
@@ -68,7 +71,7 @@ def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:
 def file_documents(
     path: str, tokenizer: PreTrainedTokenizerBase, text_column: str = "text"
 ) -> Iterator[np.ndarray]:
-    """Each document of parquet or JSON-lines files as [tokens], without special tokens.
+    """Yield each document of parquet or JSON-lines files as [tokens], without special tokens.
 
     Raises:
         ValueError: missing, corrupt or unreadable files, or no such column.
@@ -77,7 +80,7 @@ def file_documents(
 
 
 def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
-    """The text of each document of parquet or JSON-lines files; errors name `setting` as their origin.
+    """Yield the text of each document of parquet or JSON-lines files; errors name the key `setting`.
 
     Raises:
         ValueError: missing, corrupt or unreadable files, or no such column.
@@ -86,18 +89,17 @@ def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
         source = open_source(DataConfig(source="local", path=path, text_column=text_column))
         yield from source.texts()
     except ValueError as error:
-        line = str(error).replace(" (data.max_line_bytes)", "")  # no key here; the others by other names
-        line = line.replace("data.path", setting)
         column = f"{setting.rpartition('.')[0]}.text_column"
+        line = str(error).replace(" (data.max_line_bytes)", "").replace("data.path", setting)
         raise ValueError(line.replace("data.text_column", column)) from error
-    except OSError as failure:  # no permission, or gone meanwhile
-        reason = failure.strerror or failure
-        raise ValueError(f"{setting}={path}: cannot be read ({reason})") from failure
+    except OSError as failure:
+        raise ValueError(f"{setting}={path}: cannot be read ({failure.strerror})") from failure
 
 
 def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    """Each text as [tokens], without special tokens. Few long texts go at once: what the tokenizer makes of a
-    text on the way takes many times its size.
+    """Yield each text as [tokens], without special tokens.
+
+    Long texts are tokenized a few at a time, because the tokenizer needs many times their size.
     """
     batch: list[str] = []
     for text in texts:
@@ -112,12 +114,12 @@ def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Itera
 def longest(
     documents: Iterable[np.ndarray], count: int | None, length: int, scan: int | None, progress: bool
 ) -> list[np.ndarray]:
-    """The `count` longest of the first `scan` documents, each cut to `length + 1` tokens: [tokens] each.
+    """Return the `count` longest of the first `scan` documents, each cut to `length + 1` tokens: [tokens]
+    each.
 
-    Lengths beyond the cut do not count, so of the documents that reach it the first `count` are taken, in
-    order. None for `count` or `scan` is all.
+    Of documents that reach the cut the first ones are taken. None for `count` or `scan` means all.
     """
-    # Copies: a view would keep the whole document.
+    # Copy the tokens, because a view would keep the whole document.
     cut = (np.array(document[: length + 1], dtype=TOKEN) for document in _scanned(documents, scan, progress))
     return sorted(cut, key=len, reverse=True) if count is None else heapq.nlargest(count, cut, key=len)
 
@@ -131,26 +133,26 @@ def packed(
     progress: bool,
     least: int = 1,
 ) -> tuple[list[np.ndarray], list[Spans]]:
-    """Sequences of the documents joined in order, `prefix` between two of them.
+    """Join the documents in order, with `prefix` between two of them, and cut them to sequences.
 
-    Each sequence gives as many targets as the longest of `lengths` once `prefix` stands before it, as
-    `loss_table` puts it; documents may begin and end anywhere in it, as in training. Empty documents are left
-    out. What does not fill a sequence is dropped, unless there is no full one.
+    `loss_table` puts `prefix` before each sequence, which then gives as many targets as the longest of
+    `lengths`. Documents may begin and end anywhere in a sequence, as in training. Empty documents are left
+    out. Tokens that do not fill a sequence are dropped, except that one short sequence is kept.
 
     Args:
         documents: token ids, [tokens] each.
-        count: sequences wanted; None: all that the documents fill, of the longest length of which there are
-            32, and of `least` or the shortest length if there are not.
+        count: number of sequences; None: all that the documents fill, with the longest length of which there
+            are 32; without such a length, with `least` or the shortest length.
         lengths: targets of a sequence.
-        prefix: what stands between documents: the separator, or nothing.
-        scan: documents read at most; None: all.
+        prefix: the separator between documents, or nothing.
+        scan: most documents to read; None: all.
         progress: show a progress bar over documents.
-        least: length that sequences have at least where `count` is None.
+        least: least length of sequences where `count` is None.
 
     Returns:
         [tokens] each, and the documents in each; the separator after a document counts as its last token.
     """
-    more = 0 if prefix else 1  # without a separator before it, a sequence's first token is context only
+    more = 0 if prefix else 1  # without a prefix, the first token of a sequence is context only
     wanted = None if count is None else count * (max(lengths) + more)
     stream, starts, filled = np.empty(wanted or 1 << 16, TOKEN), [], 0
     for document in _scanned(documents, scan, progress):
@@ -174,7 +176,7 @@ def packed(
 
 
 def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | None) -> int:
-    """Put `tokens` behind the first `filled` ones of `stream`, `most` in all; how many it then holds."""
+    """Append `tokens` to the first `filled` of `stream`, up to `most`; return the new number of tokens."""
     tokens = tokens if most is None else tokens[: most - filled]
     end = filled + len(tokens)
     if end > len(stream):
@@ -186,7 +188,7 @@ def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | 
 def recut(
     sequences: Sequence[np.ndarray], spans: Sequence[Spans], size: int
 ) -> tuple[list[np.ndarray], list[Spans]]:
-    """What `packed` returned, cut to sequences of `size` tokens instead."""
+    """Cut what `packed` returned to sequences of `size` tokens instead."""
     starts: dict[int, int] = {}
     for number, span in enumerate(spans):
         for document, first in span:
@@ -201,7 +203,7 @@ def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) 
 
 
 def _spans(starts: Sequence[int], size: int, count: int) -> list[Spans]:
-    """The documents, which begin at `starts` of the stream, in each of `count` sequences of `size` tokens."""
+    """Return the documents, which begin at `starts`, in each of `count` sequences of `size` tokens."""
     found = []
     for begin in range(0, count * size, size):
         first, end = np.searchsorted(starts, [begin, begin + size - 1], side="right")
@@ -210,7 +212,7 @@ def _spans(starts: Sequence[int], size: int, count: int) -> list[Spans]:
 
 
 def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:
-    """Tokens start <= i < stop of `prefix` and each document: [D, stop - start], zeros behind the ends."""
+    """Return tokens start <= i < stop of `prefix` and each document: [D, stop - start], zero at the end."""
     ids = np.zeros((len(documents), stop - start), np.int64)
     shift = len(prefix)
     for row, document in zip(ids, documents, strict=True):
@@ -221,7 +223,7 @@ def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: in
 
 
 def fingerprint(documents: Iterable[Sequence[int]]) -> str:
-    """sha256 over the tokens and bounds of what was evaluated: equal data, equal fingerprint."""
+    """Return a sha256 over the tokens and the bounds of documents."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(len(document).to_bytes(8, "little"))

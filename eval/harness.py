@@ -1,9 +1,9 @@
-"""Bridge to lm-eval: our checkpoints as an lm-eval model, and a task list run one task at a time."""
+"""Bridge to lm-eval: our checkpoints as an lm-eval model, and a job for each task."""
 
+import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,26 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fla_train.eval.config import SuiteConfig
 from fla_train.eval.likelihood import Answer, log_likelihoods
-from fla_train.eval.mirror import DatasetMissing, hub_datasets, mirror_folder
-from fla_train.eval.parallel import ALONE, Ranks
-from fla_train.eval.report import write_samples
-from fla_train.eval.scores import LoadedTasks, task_scores
+from fla_train.eval.parallel import ALONE, OtherRankError, OtherRankFailed, Ranks
+from fla_train.eval.result import Measured
+from fla_train.eval.result_cache import Job
+from fla_train.eval.scores import task_scores
+from fla_train.eval.sets import local_datasets, remedy
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, trained_prefix_of
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.environment import git_commit
 
-CPU_BATCH = 8  # what `auto` means there: a CPU has no out-of-memory error to find the limit by
-NO_SHOTS = "no documents available for sampling"  # lm-eval, where nothing can fill a few-shot prompt
+CPU_BATCH = 8  # what `auto` means on a CPU, which has no out-of-memory error to find the limit by
 AUTO_TOKENS = 131_072  # tokens of a forward pass that `auto` means for our models on a GPU
+BOOTSTRAP = 1000  # resamples for standard errors without a closed form; lm-eval's 100,000 take minutes
 
-# lm-eval's own asks git about the current folder, and git complains where that is no checkout.
+# lm-eval's version asks git about the current folder, and git complains if that is not a checkout.
 lm_eval.evaluator.get_git_commit_hash = git_commit
 
 
@@ -42,30 +44,30 @@ lm_eval.evaluator.get_git_commit_hash = git_commit
 class FlaTrainLM(HFLM):
     """A causal language model for lm-eval, with the choices that recurrent models need.
 
-    What differs from `HFLM`: a run folder may be given as `pretrained`; log-likelihoods are always taken in
-    fp32 (in bf16 they are off by up to 0.07 nats per token); the context window is the training length unless
-    `max_length` says otherwise, since a recurrent model has no limit of its own; and an empty context is the
-    token that stood between documents in training, while BOS, which training never showed, is not added.
-    Log-likelihoods of our recurrent models are computed by `log_likelihoods`, which reads a shared context
-    once; those of all other models by `HFLM` itself.
+    Differences from `HFLM`: `pretrained` may be a run folder. Log-likelihoods are always taken in fp32 (in
+    bf16 they are off by up to 0.07 nats per token). The context window is the training length unless
+    `max_length` says otherwise, since a recurrent model has no limit. An empty context is the token that
+    separated documents in training, and no BOS is added, which training never showed. `log_likelihoods`
+    computes the log-likelihoods of our recurrent models and reads a shared context once; `HFLM` computes
+    those of all others.
 
     Args:
         pretrained: run folder, exported folder or Hub name; or a loaded model.
-        tokenizer: needed with a loaded model; else a path, or None for the checkpoint's own.
+        tokenizer: needed with a loaded model; else a path, or None for the checkpoint's tokenizer.
         max_length: tokens of context and continuation together; longer requests lose their beginning.
-        batch_size: requests of full length per forward (more of shorter ones, with our models), or `auto`:
-            with our models what fills a GPU, with others the most that fit, on a CPU 8. What exceeds the
-            GPU's memory is done in halves.
-        max_batch_size: where `auto` starts, with other models.
-        device: used when the model is loaded here; None is CUDA if there is one.
-        dtype: of the weights when loaded here; `auto` keeps the stored one.
-        add_bos_token: begin each request with the tokenizer's special tokens; None: only for models not
-            trained here.
-        prefix_token_id: stands for an empty context; None is EOS for models trained here, else BOS, else EOS.
-        share_contexts: False takes our models through `HFLM` too: equal to it to the last digit, and slower.
-        trust_remote_code: run the Python files that a model loaded here may bring along.
-        ranks: processes that evaluate together, each with the model loaded; None leaves that to `HFLM`, which
-            sees what `accelerate launch` started when the model is loaded here.
+        batch_size: requests of full length per forward pass (more if they are shorter, with our models), or
+            `auto`: what fills a GPU with our models, the most that fit with others, 8 on a CPU. A batch that
+            exceeds the GPU's memory is computed in halves.
+        max_batch_size: first batch size that `auto` tries with other models.
+        device: of a model that is loaded here; None: CUDA if there is one.
+        dtype: of the weights of a model that is loaded here; `auto`: as stored.
+        add_bos_token: begin each request with the tokenizer's special tokens; None: only for models that were
+            not trained here.
+        prefix_token_id: the empty context; None: EOS for models trained here, else BOS, else EOS.
+        share_contexts: False computes log-likelihoods of our models by `HFLM` too, which is slower.
+        trust_remote_code: run the Python files of a model that is loaded here.
+        ranks: processes that evaluate together, each with the model loaded; None leaves parallelism to `HFLM`
+            and `accelerate launch`.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class FlaTrainLM(HFLM):
         device = (
             str(pretrained.device) if loaded else device or ("cuda" if torch.cuda.is_available() else "cpu")
         )
-        if str(batch_size).startswith("auto") and device == "cpu":  # auto:4, too
+        if str(batch_size).startswith("auto") and device == "cpu":  # also auto:4
             batch_size = CPU_BATCH
         super().__init__(
             pretrained if loaded else str(resolve_checkpoint(pretrained)),
@@ -122,7 +124,7 @@ class FlaTrainLM(HFLM):
             self._rank, self._world_size = ranks.rank, ranks.world
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's values, one after the other."""
+        """Return every rank's values, one after the other."""
         if self._ranks is None:
             return super().all_gather(tensor)
         return torch.cat([values.reshape(-1) for values in self._ranks.gather(tensor.cpu())])
@@ -135,38 +137,17 @@ class FlaTrainLM(HFLM):
             self._ranks.gather(None)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list | None:
-        """Every rank's `obj` on rank `dst`, None on the others."""
+        """Return every rank's `obj` on rank `dst`, None on the others."""
         if self._ranks is None:
             return super().gather_object(obj, dst)
         values = self._ranks.gather(obj)
         return values if self.rank == dst else None
 
-    def together(self) -> AbstractContextManager[None]:
-        """A block that ends on every rank if it fails on one, see `Ranks.together`."""
-        return (self._ranks or ALONE).together()
-
-    @property
-    def prefix_token_id(self) -> int:
-        """What stands for an empty context.
-
-        Raises:
-            ValueError: there is no such token.
-        """
-        token = super().prefix_token_id
-        if token is None:
-            raise ValueError(
-                "an empty context needs a token, and the tokenizer has neither BOS nor EOS: name one of its "
-                "tokens as eos_token in the checkpoint's tokenizer_config.json"
-            )
-        return token
-
-    @property
-    def _has_prefix(self) -> bool:
-        return super().prefix_token_id is not None
-
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
-        """As lm-eval's; for our models, each text that it will ask the tokenizer for is encoded beforehand,
-        all in one call, which uses every core and takes the context of several answers once.
+        """Return log-likelihoods of continuations.
+
+        For our models all texts are tokenized beforehand in one call, which uses every core and encodes the
+        context of several answers once.
         """
         pairs = {request.args for request in requests if request.args[0]} if self._share_contexts else set()
         self._asked = requests
@@ -177,40 +158,25 @@ class FlaTrainLM(HFLM):
             self._asked = ()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """As `HFLM`'s.
-
-        Raises:
-            ValueError: the window leaves no room for a prompt beside the answer.
-        """
-        rooms: dict[str, int] = {}  # tokens left for a prompt, by settings of the generation
+        """Generate as `HFLM` does, and count prompts that lose their beginning."""
         for request in requests:
             prompt, settings = request.args
-            key = repr(settings)
-            if key not in rooms:
-                answer = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
-                rooms[key] = self.max_length - answer
-                if rooms[key] <= 0:
-                    longest = max(len(self.tok_encode(other.args[0])) for other in requests)
-                    raise ValueError(
-                        f"an answer of up to {answer} tokens leaves no room for a prompt in a window of "
-                        f"{self.max_length}: set suite.max_length={answer + longest} (the longest prompt has "
-                        f"{longest} tokens), or fewer tokens by suite.gen_kwargs={{max_gen_toks:...}}"
-                    )
-            if len(self.tok_encode(prompt)) > rooms[key]:
+            room = self.max_length - normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+            if len(self.tok_encode(prompt)) > room:
                 self._truncated.add((request.task_name, request.doc_id))
         return super().generate_until(requests, disable_tqdm)
 
-    def pop_truncated(self) -> dict[str, int]:
-        """By task the examples, of all ranks, of which a prompt lost its beginning since the last call."""
+    def pop_truncated(self) -> int:
+        """Return the number of examples whose prompt lost its beginning since the last call, on all ranks."""
         found = set().union(*(self._ranks or ALONE).gather(self._truncated))
         self._truncated = set()
-        return dict(Counter(task for task, _ in found))
+        return len(found)
 
     @contextmanager
     def _encoding(self, texts: set[str]) -> Iterator[None]:
-        """A block in which `tok_encode` looks up these texts, but for those it has to treat by itself."""
-        prefix = self.tokenizer.decode(self.prefix_token_id) if self._has_prefix else None
-        plain = [text for text in texts if text and not (prefix and text.startswith(prefix))]
+        """Make `tok_encode` look up these texts. It handles those that begin with the prefix by itself."""
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        plain = [text for text in texts if text and not text.startswith(prefix)]
         special = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
         try:
             if plain:
@@ -226,11 +192,9 @@ class FlaTrainLM(HFLM):
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Token ids of a text, looked up if they are there already."""
+        """Return the token ids of a text."""
         if add_special_tokens is None and left_truncate_len is None and string in self._encoded:
             return self._encoded[string]
-        if add_special_tokens is None and not self._has_prefix:  # `HFLM` asks whether the text begins with it
-            add_special_tokens = self.add_bos_token is not False
         return super().tok_encode(string, add_special_tokens, left_truncate_len, **options)
 
     def _loglikelihood_tokens(
@@ -251,7 +215,7 @@ class FlaTrainLM(HFLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text, in disjoint windows of at most `max_length` tokens."""
+        """Return the log-likelihood of each text, in disjoint windows of at most `max_length` tokens."""
         if not self._share_contexts:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         texts = [request.args[0] for request in requests]
@@ -264,7 +228,7 @@ class FlaTrainLM(HFLM):
         return totals
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        """As `HFLM`'s; a batch that exceeds the GPU's memory is generated in halves."""
+        """Generate as `HFLM` does; a batch that exceeds the GPU's memory is generated in halves."""
         try:
             return super()._model_generate(context, max_length, stop, **options)
         except torch.OutOfMemoryError:
@@ -293,108 +257,106 @@ class FlaTrainLM(HFLM):
         )
 
 
-def run_tasks(
-    lm: FlaTrainLM,
-    tasks: Iterable[str],
-    *,
-    include_path: str | Path | None = None,
-    mirror: str | Path | None = None,
-    num_fewshot: int | None = None,
-    limit: int | float | None = None,
-    gen_kwargs: dict[str, Any] | None = None,
-    apply_chat_template: bool | str = False,
-    system_instruction: str | None = None,
-    seed: int | None = None,
-    samples: Path | None = None,
-    bootstrap_iters: int = 1000,
-    part: Callable[[str, Callable[[], dict]], dict] = lambda name, work: work(),
-) -> dict[str, dict]:
-    """Evaluate `lm` on lm-eval tasks, groups or tags, one after the other.
+def task_jobs(
+    lm: FlaTrainLM, suite: SuiteConfig, *, mirror: str | None = None, samples: Path | None = None
+) -> Iterator[Job]:
+    """Yield a job for each of `suite.tasks`: tasks, groups or tags of lm-eval.
 
     Args:
         lm: the model.
-        tasks: names known to lm-eval or defined by YAML files under `include_path`.
-        include_path: folder with local task definitions.
-        mirror: folder with the tasks' data sets, see `fla_train.eval.mirror`; None: the Hub or its cache.
-        num_fewshot: examples in the prompt; None is each task's own number.
-        limit: examples per task, or a fraction below 1 of them; None is all. Limited results are not
-            comparable with published ones.
-        gen_kwargs: settings of generation in place of the tasks', such as `max_gen_toks` or `temperature`.
-        apply_chat_template: put prompts into the tokenizer's chat template, or into the one of this name.
-        system_instruction: begin prompts with it.
-        seed: of few-shot examples and sampling; None: lm-eval's own (0 for `random`, 1234 for the others).
-        samples: folder that gets a `<task>.jsonl` with what was asked and answered of each example; None:
-            they are not kept.
-        bootstrap_iters: resamples for the standard errors of metrics that have no closed form.
-        part: called with the task's name and the work; lets the caller keep finished results.
-
-    Returns:
-        By task asked for: `{"scores": {task: {metric: value}}}`, with a `note` where the mirror has one; or
-        `{"error": line}` for a task that could not run, with `missing` (true) where its data are not here;
-        the others go on.
+        suite: its options of tasks.
+        mirror: folder with local copies of data sets, see `local_datasets`; None: the Hub or its cache.
+        samples: folder that gets `<task>.jsonl` with prompts, answers and scores of each example; None: they
+            are not written.
 
     Raises:
-        ValueError: a name that lm-eval does not know, `mirror` is no folder, or the tokenizer has no chat
-            template; nothing was run.
+        ValueError: a name that lm-eval does not know, or the tokenizer has no chat template.
     """
-    names = list(tasks)
-    place = mirror_folder(mirror)
-    if apply_chat_template and not getattr(lm.tokenizer, "chat_template", None):
+    if suite.apply_chat_template and not getattr(lm.tokenizer, "chat_template", None):
         raise ValueError("suite.apply_chat_template: the checkpoint's tokenizer has no chat template")
-    manager = LoadedTasks(task_manager(names, include_path))
-    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    manager = task_manager(suite.tasks, suite.include_path)
+    keys = ("num_fewshot", "limit", "gen_kwargs", "apply_chat_template", "system_instruction")
+    options = {key: getattr(suite, key) for key in keys}
+    settings = options | {key: getattr(suite, key) for key in ("seed", "max_length", "save_samples")}
+    settings |= {"mirror": mirror, "definitions": _definitions(suite.include_path)}
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    if suite.seed is not None:
+        options |= dict.fromkeys(seeds, suite.seed)
 
-    def evaluate(name: str, notes: list[str]) -> dict:
-        with redirect_stdout(sys.stderr):  # it prints what it does; the console gets the table alone
+    def run(name: str) -> Measured:
+        loaded = manager.load([name])
+        children = {child for names in loaded["group_map"].values() for child in names}
+        everything = {**loaded["groups"], **loaded["tasks"]}
+        with redirect_stdout(sys.stderr):  # lm-eval prints; stdout is for the table
             results = simple_evaluate(
                 lm,
-                tasks=[name],
+                tasks=[item for key, item in everything.items() if key not in children],
                 task_manager=manager,
-                num_fewshot=num_fewshot,
-                limit=limit,
-                gen_kwargs=gen_kwargs,
-                apply_chat_template=apply_chat_template,
-                system_instruction=system_instruction,
-                bootstrap_iters=bootstrap_iters,
-                log_samples=True,  # for their hashes
-                **(dict.fromkeys(kinds, seed) if seed is not None else {}),
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=True,  # for their hashes and contributions
+                **options,
             )
         truncated = lm.pop_truncated()
-        if results is None:  # lm-eval collects them on rank 0
-            return {}
+        if results is None:  # lm-eval collects the results on rank 0
+            return Measured()
         if samples is not None:
-            write_samples(samples, results["samples"])
-        scores = task_scores(results, **manager.loaded, truncated=truncated)
-        return {"scores": scores} | ({"note": "; ".join(dict.fromkeys(notes))} if notes else {})
+            _write_samples(samples, results["samples"])
+        scores = task_scores(results, loaded["tasks"], loaded["groups"])
+        notes = []
+        if suite.limit:
+            notes.append(f"Only some examples of each task (suite.limit={suite.limit:g}): not comparable.")
+        if suite.num_fewshot:
+            notes.append(f"{suite.num_fewshot} examples in each prompt (suite.num_fewshot).")
+        if truncated:
+            notes.append(
+                f"{name}: {truncated} prompts are longer than the window of {lm.max_length} tokens and lost "
+                "their beginning (suite.max_length)."
+            )
+        return Measured(scores, notes=notes)
 
-    finished = {}
-    for name in names:
+    def work(name: str) -> Measured:
         try:
-            with hub_datasets(place) as notes, lm.together():
-                finished[name] = part(f"task-{name}", lambda name=name, notes=notes: evaluate(name, notes))
-        except Exception as failure:  # a data set's code may raise anything; the other tasks go on
-            line = " ".join(str(failure).split())
-            if not isinstance(failure, ValueError):
-                line = f"{type(failure).__name__}: {line[:300]}"
-            if NO_SHOTS in line:
-                line += " Few-shot prompts need the task's training split."
-            elif num_fewshot:
-                line += f" (suite.num_fewshot={num_fewshot}: has the split of its examples so many?)"
-            finished[name] = {"error": line, "missing": isinstance(failure, DatasetMissing)}
-    return finished
+            with local_datasets(mirror):
+                return run(name)
+        except (OtherRankError, OtherRankFailed):
+            raise
+        except Exception as failure:  # a data set's code may raise anything; the other tasks still run
+            line = " ".join(str(failure).split())[:300]
+            if isinstance(failure, ConnectionError | FileNotFoundError):
+                line += f"; {remedy(mirror)}"
+            raise ValueError(f"{type(failure).__name__}: {line}") from failure
+
+    for name in suite.tasks:
+        yield Job("tasks", name, settings, lambda name=name: work(name))
 
 
-def task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:
-    """A manager that knows every name. lm-eval's own tasks are slow to index: only if one is asked for."""
+def task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:
+    """Return a manager that knows every name. Index lm-eval's tasks, which takes seconds, only if needed."""
     if include_path is not None:
         if not Path(include_path).is_dir():
-            raise ValueError(f"suite.include_path={include_path} is no folder")
+            raise ValueError(f"suite.include_path={include_path} is not a folder")
         local = TaskManager(include_path=str(include_path), include_defaults=False)
         if all(local.match_tasks([name]) for name in names):
             return local
     manager = TaskManager(include_path=include_path and str(include_path))
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(
-            f"lm-eval knows no task {', '.join(unknown)}: see `lm-eval ls tasks`, or set suite.include_path"
+            f"lm-eval has no task {', '.join(unknown)}: see `lm-eval ls tasks`, or set suite.include_path"
         )
     return manager
+
+
+def _definitions(include_path: str | None) -> list:
+    """Return name, size and time of the files behind the user's tasks: edited files are other tasks."""
+    files = Path(include_path).rglob("*") if include_path else ()
+    kept = sorted(f for f in files if f.suffix in (".yaml", ".py", ".jsonl", ".parquet"))
+    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in kept]
+
+
+def _write_samples(folder: Path, samples: dict[str, list[dict]]) -> None:
+    """Write a file for each task, one line per example and filter, in the order of the data set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, rows in samples.items():
+        with (folder / f"{task}.jsonl").open("w", encoding="utf-8") as file:
+            for row in sorted(rows, key=lambda row: row["doc_id"]):
+                file.write(json.dumps(row, default=handle_non_serializable, ensure_ascii=False) + "\n")

@@ -9,28 +9,32 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import stdtrit
+from scipy.stats import binomtest
+
+from fla_train.eval.result import Value
 
 LEVEL = 0.95
 
 
 def leave_one_out(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The mean sum(sums) / sum(weights) without each of the documents: [D] -> [D]."""
+    """Return the mean sum(sums) / sum(weights) with each of the documents left out: [D] -> [D]."""
     return (sums.sum() - sums) / (weights.sum() - weights)
 
 
 def jackknife_error(left_out: np.ndarray, value: float) -> float:
-    """Standard error of `value` from what it is without each of the documents, `left_out` [D]."""
+    """Return the standard error of `value` from its values without each document, `left_out` [D]."""
     return math.sqrt((1 - 1 / len(left_out)) * float(((left_out - value) ** 2).sum()))
 
 
 def degrees_of_freedom(shares: np.ndarray) -> float:
-    """Of the squared `jackknife_error`: those of the scaled chi-squared with its mean and variance.
+    """Return the degrees of freedom of the squared `jackknife_error`.
 
-    Bell and McCaffrey (2002), for losses that differ by document: the variance of a document's sum is
-    proportional to its weight squared. D - 1 for equal documents, fewer where a few hold most of the weight.
+    They are those of the scaled chi-squared with the same mean and variance (Bell and McCaffrey, 2002), if
+    the variance of a document's sum is proportional to its weight squared: D - 1 for equal documents, fewer
+    where a few hold most of the weight.
 
     Args:
-        shares: of each document in the weight, [D], all below 1.
+        shares: fraction of the weight that each document has, [D], all below 1.
     """
     # The squared error is sum_i a_i (sum_j c_ij s_j)^2 with c = identity - shares 1^T, for sums s of variance
     # v; its mean is tr(M), its variance 2 tr(M^2), M = a^1/2 c v c^T a^1/2. Below without a matrix [D, D].
@@ -46,7 +50,7 @@ def degrees_of_freedom(shares: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean per unit of weight over documents, and what their spread says of it.
+    """A mean per unit of weight over documents, with its standard error.
 
     Attributes:
         value: sum of the documents' sums by the sum of their weights.
@@ -62,7 +66,7 @@ class Mean:
 
     @classmethod
     def of(cls, sums: np.ndarray, weights: np.ndarray) -> "Mean":
-        """From each document's sum and weight, both [D]; the weights' sum is positive."""
+        """Return the mean from each document's sum and weight, both [D]; the total weight is positive."""
         sums, weights = np.asarray(sums, float), np.asarray(weights, float)
         value = float(sums.sum() / weights.sum())
         documents = int((weights > 0).sum())
@@ -75,22 +79,19 @@ class Mean:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% interval by the quantile of Student's t; None without `stderr`.
+        """The 95% interval by the quantile of Student's t; None without `stderr`.
 
-        With the plain number of documents for degrees of freedom it would be too narrow where lengths differ:
-        tests/eval/test_intervals.py counts how often it holds the mean.
+        With the number of documents as degrees of freedom it would be too narrow where lengths differ:
+        tests/eval/test_intervals.py measures the coverage.
         """
         if self.stderr is None:
             return None
         reach = float(stdtrit(self.freedom, (1 + LEVEL) / 2)) * self.stderr
         return self.value - reach, self.value + reach
 
-    @property
-    def no_interval(self) -> str | None:
-        """Why there is no interval; None if there is one."""
-        if self.stderr is not None:
-            return None
-        return "one document" if math.isfinite(self.value) else "infinite loss"
+    def numbers(self) -> Value:
+        """Return value, standard error and interval."""
+        return Value(self.value, self.stderr, *(self.interval or (None, None)))
 
 
 @dataclass(frozen=True)
@@ -115,42 +116,28 @@ class Estimate:
     def of(
         cls, sums: np.ndarray, targets: np.ndarray, sizes: np.ndarray | None, sequences: int
     ) -> "Estimate":
-        """From each document's summed loss (nats), targets and bytes (None: not known), [D] each."""
+        """Return the estimate from each document's summed loss (nats), targets and bytes, [D] each."""
         losses = np.divide(sums, targets, out=np.zeros(len(sums)), where=targets > 0)
         bits = Mean.of(sums / math.log(2), sizes) if sizes is not None and sizes.any() else None
         return cls(
             Mean.of(sums, targets), bits, sequences, tuple(losses.tolist()), tuple(map(int, targets.tolist()))
         )
 
-    def numbers(self) -> dict:
-        """What results.json holds of it: plain numbers; `low` and `high` bound the perplexity."""
-        low, high = self.mean.interval or (None, None)
-        bits_low, bits_high = (self.bits and self.bits.interval) or (None, None)
-        found = {
-            "loss": self.mean.value,
-            "stderr": self.mean.stderr,
-            "sequences": self.sequences,
-            "documents": self.mean.documents,
-            "degrees_of_freedom": round(self.mean.freedom, 2),
-            "perplexity": perplexity(self.mean.value),
-            "low": None if low is None else perplexity(low),
-            "high": None if high is None else perplexity(high),
-            "bits_per_byte": self.bits and self.bits.value,
-            "bits_per_byte_stderr": self.bits and self.bits.stderr,
-            "bits_per_byte_low": bits_low,
-            "bits_per_byte_high": bits_high,
-        }
-        return found | ({"no_interval": self.mean.no_interval} if self.mean.no_interval else {})
+    def values(self) -> dict[str, Value]:
+        """Return `loss`, `perplexity` and, where bytes are known, `bits_per_byte`."""
+        loss = self.mean.numbers()
+        value, low, high = (None if x is None else perplexity(x) for x in (loss.value, loss.low, loss.high))
+        error = None if loss.stderr is None else loss.stderr * value
+        found = {"loss": loss, "perplexity": Value(value, error, low, high)}
+        return found | ({} if self.bits is None else {"bits_per_byte": self.bits.numbers()})
 
 
 def proportion_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a probability. Unlike the one above it has a width where all trials agree."""
-    from scipy.stats import binomtest  # slow to import
-
+    """Return Wilson's 95% interval of a probability, which has a width even where all trials agree."""
     interval = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
 
 
 def perplexity(loss: float) -> float:
-    """exp, at most the largest float: a model that diverges has a perplexity beyond all numbers."""
+    """Return exp(loss), at most the largest float: the perplexity of a model that diverged overflows."""
     return math.exp(min(loss, 700.0))

@@ -1,9 +1,9 @@
-"""Log-likelihoods of continuations by a recurrent model: a shared context is read once.
+"""Log-likelihoods of continuations by a recurrent model that reads a shared context once.
 
-Requests often share a context (the choices of one question). Its last output predicts the first token of
-each continuation, and a copy of the state after it starts each one. Contexts, continuations and requests that
-share nothing are each sorted by length and cut into batches with little padding. The output head computes
-logits only for the positions that are scored.
+Requests often share a context (the choices of one question). The last output of the context predicts the
+first token of each continuation, and each continuation starts from a copy of the state after the context.
+Contexts, continuations and requests without a shared context are sorted by length and cut into batches with
+little padding. The output head computes logits only for the positions that are scored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,27 +20,33 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fla_train.eval.halves import in_halves
+from fla_train.eval.memory import in_halves
 from fla_train.kernels.fused_ops import consume_logits
 from fla_train.models.modeling import DeltaProductForCausalLM
 
-SHARE_FROM = 8  # tokens of a shared context from which a forward pass of its own pays
-MAX_ROWS = 512  # sequences side by side: each has a state of its own
-MIN_SHARE = 16  # this part of the tokens allowed takes a GPU as long as its host takes to launch a batch
-MAX_PADDING = 1 / 16  # of a batch that large
-SKIPPED_ROWS = 2  # rows of OPT's and BART's tables before the first position
-HEAD_ROWS = 8192  # positions whose logits exist at once
+# A shared context gets a separate forward pass from this many tokens on.
+SHARE_FROM = 8
+# Most sequences in a batch, since each has its state.
+MAX_ROWS = 512
+# A batch of 1/16 of the allowed tokens keeps a GPU busy for the time of a launch. Beyond that size a
+# batch ends when more than this fraction of it would be padding.
+MIN_SHARE, MAX_PADDING = 16, 1 / 16
+# Rows of OPT's and BART's tables before the first position.
+SKIPPED_ROWS = 2
+# Positions whose logits exist at once.
+HEAD_ROWS = 8192
 
 Answer = tuple[float, bool]
 Item, Found = TypeVar("Item"), TypeVar("Found")
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Tokens that `model` can read, or None if no table ends: recurrent states, computed rotary angles.
+    """Return how many tokens `model` can read, or None without a limit (recurrent states, rotary angles).
 
-    `max_position_embeddings` alone does not decide: rotary models declare it, but have no limit. A model has
-    one if it holds a table with a row for each of these positions: an embedding besides that of the tokens
-    (GPT-2, OPT, BERT), or a fixed buffer (CTRL, GPT-J). MPT builds attention biases for `max_seq_len` tokens.
+    `max_position_embeddings` alone does not decide, since rotary models declare it but have no limit. A model
+    has a limit if it holds a table with a row for each of these positions: an embedding besides that of the
+    tokens (GPT-2, OPT, BERT), or a fixed buffer (CTRL, GPT-J). MPT builds attention biases for `max_seq_len`
+    tokens.
     """
     if model.config.model_type == "mpt":
         return model.config.max_seq_len
@@ -51,7 +57,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not tokens:
             if 0 <= module.num_embeddings - declared <= SKIPPED_ROWS:
-                # RoBERTa counts from the row after its padding's.
+                # RoBERTa counts positions from the row after that of the padding.
                 before = 0 if module.padding_idx is None else module.padding_idx + 1
                 return min(declared, module.num_embeddings - before)
         elif any(buffer.dim() == 2 and len(buffer) == declared for buffer in module.buffers(recurse=False)):
@@ -61,7 +67,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 @dataclass(frozen=True)
 class _Request:
-    """Tokens that are only read, at least one, and the tokens asked about, at least one."""
+    """A context of at least one token, and the tokens to score, at least one."""
 
     index: int
     context: tuple[int, ...]
@@ -69,7 +75,7 @@ class _Request:
 
     @property
     def inputs(self) -> list[int]:
-        """What a forward pass reads: all but the last token."""
+        """The tokens that a forward pass reads: all but the last one."""
         return [*self.context, *self.targets[:-1]]
 
 
@@ -81,12 +87,12 @@ def log_likelihoods(
     batch_tokens: int,
     progress: bool = False,
 ) -> list[Answer]:
-    """For each (context, continuation) the continuation's log-likelihood (nats), and whether it is greedy.
+    """Return each continuation's log-likelihood (nats), and whether it is the greedy choice.
 
     Args:
         model: in eval mode.
-        requests: token ids; both parts hold at least one token.
-        max_length: tokens read at most; of longer requests the beginning is dropped.
+        requests: token ids of context and continuation, at least one token each.
+        max_length: most tokens to read; longer requests lose their beginning.
         batch_tokens: tokens of a forward pass, padding included; halved when the GPU's memory is exceeded.
         progress: show a progress bar over requests.
 
@@ -112,11 +118,11 @@ def log_likelihoods(
 def _cut(
     index: int, context: Sequence[int], continuation: Sequence[int], max_length: int, needed: int
 ) -> _Request:
-    """A request without the beginning that is too much; `needed`: tokens of the longest continuation."""
+    """Return a request cut to `max_length`; `needed`: length of the longest continuation, for errors."""
     if not context or not continuation:
         raise ValueError(
             f"request {index} has {len(context)} tokens of context and {len(continuation)} of continuation: "
-            "there must be 1 or more of both"
+            "both need at least 1"
         )
     if len(continuation) > max_length:
         raise ValueError(
@@ -128,7 +134,7 @@ def _cut(
 
 
 def _by_context(rows: list[_Request]) -> tuple[list[list[_Request]], list[_Request]]:
-    """Groups that share a context worth sharing, and all other requests."""
+    """Return groups of requests that share a long enough context, and all other requests."""
     groups: dict[tuple[int, ...], list[_Request]] = {}
     for row in rows:
         groups.setdefault(row.context, []).append(row)
@@ -147,7 +153,7 @@ def _batched(
     tokens: Callable[[Item], Sequence[int]],
     batch_tokens: int,
 ) -> Iterator[tuple[Item, Found]]:
-    """Run `work` on batches of items of like length; on a GPU that runs out of memory, on halves of one."""
+    """Run `work` on batches of items of similar length, or on halves of a batch that exceeds the memory."""
     ordered = sorted(items, key=lambda item: len(tokens(item)), reverse=True)
     ends = _ends([len(tokens(item)) for item in ordered], batch_tokens)
     for start, end in zip([0, *ends], ends, strict=False):
@@ -155,15 +161,15 @@ def _batched(
 
 
 def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:
-    """Where batches of falling `lengths` end: when they are full, or large and about to be padded much.
+    """Return where batches of decreasing `lengths` end: if full, or if large and with much padding.
 
-    The latter only if padding all that is left to the batch's width would cost more than a separate batch.
+    Padding ends a batch only if padding all remaining items to its width would cost more than another batch.
     """
     ends, start, real, left = [], 0, 0, sum(lengths)
     for i, length in enumerate(lengths):
         padded = (i - start + 1) * lengths[start]
         full = padded > batch_tokens or i - start == MAX_ROWS
-        spared = (len(lengths) - i) * lengths[start] - left  # padding of all that is left
+        spared = (len(lengths) - i) * lengths[start] - left  # padding of all remaining items
         pays = min(padded, spared) > batch_tokens / MIN_SHARE
         wasteful = pays and padded - real - length > MAX_PADDING * padded
         if i > start and (full or wasteful):
@@ -176,7 +182,7 @@ def _ends(lengths: Sequence[int], batch_tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def _whole(model: DeltaProductForCausalLM, rows: list[_Request]) -> list[Answer]:
-    """Context and continuation in one pass, padded on the right: no position sees what comes after it."""
+    """Score requests in one pass over context and continuation, padded on the right."""
     ids = _padded([row.inputs for row in rows], model.device)
     hidden = model.model(ids, use_cache=False).last_hidden_state  # [R, T, D]
     return _answers(model, hidden, [len(row.context) - 1 for row in rows], [row.targets for row in rows])
@@ -186,7 +192,7 @@ def _whole(model: DeltaProductForCausalLM, rows: list[_Request]) -> list[Answer]
 def _after_contexts(
     model: DeltaProductForCausalLM, groups: list[list[_Request]], *, batch_tokens: int
 ) -> list[list[Answer]]:
-    """Each context once, padded on the left so that all end together; then what follows the first targets."""
+    """Score groups of requests: read each context once, padded on the left, then the rest of the targets."""
     contexts = [group[0].context for group in groups]
     width = max(map(len, contexts))
     ids = _padded(contexts, model.device, left=True)  # [G, P]
@@ -204,7 +210,7 @@ def _after_contexts(
     def follow(batch: list[int]) -> list[Answer]:
         ids = _padded([rows[i][:-1] for i in batch], model.device)  # [R, L]
         owner = owners[torch.tensor(batch, device=model.device)]  # [R]
-        seen = None  # a recurrent state has no padding in it; keys and values do
+        seen = None  # a recurrent state holds no padding, but keys and values do
         if padded and model.config.attention_layers:
             seen = torch.cat([mask[owner], torch.ones_like(ids, dtype=torch.bool)], dim=1)  # [R, P + L]
         cache = _selected(read.past_key_values, owner)
@@ -219,7 +225,7 @@ def _after_contexts(
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = False) -> Tensor:
-    """Token ids [R, longest], zero where a row is shorter."""
+    """Return token ids [R, longest], zero where a row is shorter."""
     width = max(map(len, rows))
     zeros = [[0] * (width - len(row)) for row in rows]
     full = [[*none, *row] if left else [*row, *none] for row, none in zip(rows, zeros, strict=True)]
@@ -227,12 +233,12 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool = Fa
 
 
 def _tensor(numbers: list) -> Tensor:
-    """Lists as a tensor. By way of NumPy, since torch looks at each number for 0.2 microseconds."""
+    """Return a tensor of lists, through NumPy, because torch takes 0.2 microseconds for each number."""
     return torch.from_numpy(np.array(numbers))
 
 
 def _selected(cache: Cache, rows: Tensor) -> Cache:
-    """A copy of the cache for the sequences `rows` [R], which may repeat."""
+    """Return a copy of the cache for the sequences `rows` [R], which may repeat."""
     chosen = deepcopy(cache)
     chosen.reorder_cache(rows)
     return chosen
@@ -241,7 +247,7 @@ def _selected(cache: Cache, rows: Tensor) -> Cache:
 def _answers(
     model: DeltaProductForCausalLM, hidden: Tensor, starts: Sequence[int], rows: Sequence[Sequence[int]]
 ) -> list[Answer]:
-    """Of each row of targets, which the outputs hidden [R, T, D] predict from `starts` on."""
+    """Score each row of targets, which the outputs hidden [R, T, D] predict from `starts` on."""
     counts = torch.tensor([len(row) for row in rows])  # [R]
     owner = torch.arange(len(rows)).repeat_interleave(counts)  # [N]
     begin = torch.arange(len(rows)) * hidden.shape[1] + torch.tensor(starts) - (counts.cumsum(0) - counts)
@@ -254,9 +260,9 @@ def _answers(
 
 
 def _scores(model: DeltaProductForCausalLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each target [N], which the output hidden [N, D] in its place predicts.
+    """Score each target [N] by the output hidden [N, D] of the position before it.
 
-    Log-probabilities are taken in fp32, or fp64 of logits in fp64.
+    Log-probabilities are computed in fp32, or in fp64 for logits in fp64.
 
     Returns:
         Log-probabilities fp64, and whether the target is the likeliest token; both [N] on the CPU.

@@ -1,177 +1,256 @@
-"""Retrieval over length: generate the answers of needle-in-a-haystack prompts and count the right ones.
+"""`suite.needle`: RULER's single needle in a haystack (S-NIAH 1 to 3), fitted to lengths in the model's
+tokens.
 
-A task's accuracy at a length is the share of answers that contain the value, upper and lower case alike:
-RULER's `string_match_all` for one value.
+A long text (the haystack) holds one sentence (the needle) that gives a value for a key. The answer that the
+model generates is right if it contains the value, upper and lower case alike. Facts and wording: RULER (arXiv
+2404.06654), section 3 and its appendix on tasks.
+
+lm-eval's `ruler` tasks are not used, because they load the tokenizer with `trust_remote_code=True`, download
+`punkt_tab` and Paul Graham's essays when they are imported or built, and know one prompt, which a base model
+of a few billion tokens does not understand. Differences from them:
+
+- Essays are the user's documents, or the reference pages that Python has for its `help`.
+- Each sample begins at a random sentence, not at the first essay. All prompts get the same samples.
+- The needle follows the sentence end that is nearest to the depth. Depths are set, not drawn.
 """
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict
+import random
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pydoc_data.topics import topics
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
+from fla_train.data.tokenizers import encode
 from fla_train.eval.config import NeedleConfig
-from fla_train.eval.halves import in_halves
-from fla_train.eval.haystack import TASKS, Haystack, Sample, load_haystack, make_samples
+from fla_train.eval.documents import file_texts
 from fla_train.eval.intervals import Mean, proportion_interval
 from fla_train.eval.likelihood import position_limit
+from fla_train.eval.memory import in_halves
 from fla_train.eval.parallel import Ranks
-from fla_train.eval.result_cache import ResultCache
+from fla_train.eval.result import Measured, Score
+from fla_train.eval.result_cache import Job
 from fla_train.hub.generate import continue_tokens
 from fla_train.hub.load import document_prefix
 
-EXAMPLE = 160  # characters at the end of a prompt that results.json shows
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+PROMPTS = {
+    "ruler": "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will "
+    "quiz "
+    "you about the {kind} afterwards.\n{text}\nWhat is the special magic {kind} for {key} mentioned in the "
+    "provided text? The special magic {kind} for {key} mentioned in the provided text is",
+    "continuation": "{text}\n" + NEEDLE.partition(" {value}")[0],
+}
+KINDS = {"niah_single_1": "number", "niah_single_2": "number", "niah_single_3": "uuid"}  # of the value
+ESSAY_CHARACTERS = 4_000_000  # of the user's texts that are read: about a million tokens
+SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
+ADJECTIVES = (
+    "bold brave calm clever crisp eager fancy gentle happy honest jolly lively lucky noble quiet swift"
+).split()
+NOUNS = (
+    "anchor badge candle eagle forest garden hammer island kettle lantern meadow ocean pebble ribbon valley"
+).split()
 
 
-def run_needle(
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, its tokens with the prefix of a document, and the value that an answer must contain."""
+
+    prompt: str
+    tokens: tuple[int, ...]
+    value: str
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text without end: words of essays, or lines of noise, over and over.
+
+    Attributes:
+        units: words, or one line.
+        joint: what separates two of them.
+        ends: [units] bool, after which of them a needle may stand.
+        cost: about how many tokens a unit has.
+    """
+
+    units: Sequence[str]
+    joint: str
+    ends: np.ndarray
+    cost: float
+
+    @classmethod
+    def load(
+        cls, task: str, essays: str | None, text_column: str, tokenizer: PreTrainedTokenizerBase
+    ) -> "Haystack":
+        """Return the haystack of a task.
+
+        Raises:
+            ValueError: the essays are missing, unreadable or empty.
+        """
+        units, joint = [NOISE], "\n"
+        if task != "niah_single_1":
+            units, joint, characters = [], " ", 0
+            texts = file_texts(essays, text_column, "suite.needle.essays") if essays else topics.values()
+            for text in texts:
+                units += text.split()
+                characters += len(text)
+                if characters >= ESSAY_CHARACTERS:
+                    break
+            if not units:
+                raise ValueError(f"suite.needle.essays={essays}: the documents are empty")
+        ends = np.array([joint == "\n" or bool(SENTENCE_END.search(unit)) for unit in units])
+        beginning = (units * 2)[:50_000]
+        return cls(units, joint, ends, len(encode(tokenizer, [joint.join(beginning)])[0]) / len(beginning))
+
+    def text(self, start: int, count: int, needle: str, depth: float) -> str:
+        """Return `count` units from `start` on, with the needle at the sentence end nearest to `depth`."""
+        chosen = (start + np.arange(count)) % len(self.units)
+        places = np.unique([0, *(np.flatnonzero(self.ends[chosen]) + 1), count])
+        place = places[np.abs(places - depth / 100 * count).argmin()]
+        units = [self.units[i] for i in chosen]
+        return self.joint.join([*units[:place], needle, *units[place:]])
+
+
+def make_sample(
+    task: str,
+    haystack: Haystack,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    length: int,
+    number: int,
+    config: NeedleConfig,
+    prefix: Sequence[int] = (),
+) -> Sample:
+    """Return sample `number`, a function of the arguments alone.
+
+    Prompt and answer have at most `length` tokens together, and about as many as fit. Samples alternate
+    between `config.depths`.
+
+    Raises:
+        ValueError: `length` leaves no room for a haystack.
+    """
+    kind, budget = KINDS[task], length - config.answer_tokens - len(prefix)
+    draw = random.Random(f"{config.seed} {task} {length} {number}")
+    key = f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"
+    value = str(draw.randrange(10**6, 10**7))
+    if kind == "uuid":
+        value = str(uuid.UUID(int=draw.getrandbits(128), version=4))
+    starts = np.flatnonzero(np.roll(haystack.ends, 1))  # units that begin a sentence
+    start = int(draw.choice(starts)) if len(starts) else 0
+    depth = config.depths[number % len(config.depths)]
+
+    def write(count: int) -> tuple[str, list[int]]:
+        needle = NEEDLE.format(kind=kind, key=key, value=value)
+        text = PROMPTS[prompt].format(kind=kind, key=key, text=haystack.text(start, count, needle, depth))
+        return text, encode(tokenizer, [text])[0]
+
+    frame = len(write(0)[1])
+    if frame > budget:
+        raise ValueError(
+            f"a prompt of {task} and its answer need {frame + length - budget} tokens: raise "
+            "suite.needle.lengths, or lower suite.needle.answer_tokens"
+        )
+    # Guess the number of units from their mean cost, correct it by the tokens of that text, then shrink.
+    count = int((budget - frame) / haystack.cost)
+    text, tokens = write(count)
+    count = int(count * (budget - frame) / max(len(tokens) - frame, 1))
+    text, tokens = write(count)
+    while len(tokens) > budget:
+        count = max(count - int((len(tokens) - budget) / haystack.cost) - 1, 0)
+        text, tokens = write(count)
+    return Sample(text, (*prefix, *tokens), value)
+
+
+def needle_jobs(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: NeedleConfig,
     *,
-    cache: ResultCache,
+    ranks: Ranks,
     progress: bool,
-) -> dict[str, dict]:
-    """Accuracy of each of `config.tasks` with each prompt at each length.
+) -> Iterator[Job]:
+    """Yield a job for each of `config.tasks`, `config.prompts` and `config.lengths`. The ranks share the
+    samples.
 
-    Args:
-        model: in eval mode.
-        tokenizer: of the model.
-        config: what to ask, and how.
-        cache: keeps what has finished, each length on its own; its ranks share the samples.
-        progress: show progress bars.
-
-    Returns:
-        By task, by prompt a row for each length: `length`, `accuracy`, `stderr`, `low`, `high` (Wilson's
-        95% interval), `samples`, `depths` (the accuracy by percent), `prompt_tokens` (their mean), `correct`
-        (1 or 0 of each sample), `fingerprint` of the prompts and `example` (the first sample's answer); or
-        `{"error": line}` for a task that cannot be asked; the others go on. Lengths beyond a model's table of
-        positions are left out.
+    Lengths beyond a model's table of positions are left out.
 
     Raises:
-        ValueError: all lengths are beyond that table.
+        ValueError: all lengths are beyond that table, or the essays cannot be read.
     """
     limit = position_limit(model)
-    if limit is not None and min(config.lengths) > limit:
+    lengths = [length for length in sorted(config.lengths) if limit is None or length <= limit]
+    if not lengths:
         raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.needle.lengths")
-    found = {}
-    for name in config.tasks:
-        try:
-            with cache.ranks.together():
-                found[name] = _run_task(model, tokenizer, config, name, limit, cache, progress)
-        except ValueError as failure:
-            found[name] = {"error": str(failure)}
-    return found
-
-
-def _run_task(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: NeedleConfig,
-    name: str,
-    limit: int | None,
-    cache: ResultCache,
-    progress: bool,
-) -> dict[str, list[dict]]:
-    noise = TASKS[name].noise
-    settings = asdict(config)
-    for key in ("tasks", "prompts", "lengths", "batch_size", *(("essays", "text_column") if noise else ())):
-        del settings[key]
-    if config.essays and not noise:
-        with suppress(ValueError, OSError):  # whoever reads them says what is wrong
-            settings["files"] = describe_files(find_files(config.essays))
-    haystack: Haystack | None = None  # made once, and only if something is asked
-
-    def ask(prompt: str, length: int) -> dict:
-        nonlocal haystack
-        if haystack is None:
-            haystack = load_haystack(TASKS[name], config.essays, config.text_column, tokenizer)
-        ranks = cache.ranks
-        samples = make_samples(
-            *(name, haystack, tokenizer),
-            prompt=prompt,
-            length=length,
-            answer_tokens=config.answer_tokens,
-            numbers=range(ranks.rank, config.samples, ranks.world),
-            depths=config.depths,
-            seed=config.seed,
-            prefix=document_prefix(model, tokenizer),
-        )
-        label = f"{name}, {prompt}, {length:,} tokens"
-        answers = _answers(model, tokenizer, samples, config, tqdm(desc=label, disable=not progress))
-        return _row(length, samples, answers, ranks)
-
-    return {
-        prompt: [
-            cache(f"needle-{name}-{prompt}-{n}", settings, lambda prompt=prompt, n=n: ask(prompt, n))
-            for n in sorted(config.lengths)
-            if limit is None or n <= limit
-        ]
-        for prompt in config.prompts
+    settings = {
+        k: v for k, v in asdict(config).items() if k not in ("tasks", "prompts", "lengths", "batch_size")
     }
+    for task in config.tasks:
+        haystack = Haystack.load(task, config.essays, config.text_column, tokenizer)
+        essays = config.essays if task != "niah_single_1" else None
+        files = describe_files(find_files(essays)) if essays else None
+        for prompt, length in product(config.prompts, lengths):
+
+            def work(
+                task: str = task, haystack: Haystack = haystack, prompt: str = prompt, length: int = length
+            ) -> Measured:
+                return _ask(model, tokenizer, task, haystack, prompt, length, config, ranks, progress)
+
+            yield Job("needle", f"{task}/{prompt}/{length}", settings | {"files": files}, work)
 
 
-def _answers(
+def _ask(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    samples: Sequence[Sample],
+    task: str,
+    haystack: Haystack,
+    prompt: str,
+    length: int,
     config: NeedleConfig,
-    bar: tqdm,
-) -> list[str]:
-    """What the model generates after each prompt."""
-    remedy = "the GPU's memory is too small for a prompt: lower suite.needle.lengths"
+    ranks: Ranks,
+    progress: bool,
+) -> Measured:
+    prefix = document_prefix(model, tokenizer)
+    numbers = range(ranks.rank, config.samples, ranks.world)
+    samples = [make_sample(task, haystack, tokenizer, prompt, length, n, config, prefix) for n in numbers]
 
     def generate(batch: Sequence[Sample]) -> list[list[int]]:
         rows = [sample.tokens for sample in batch]
         return continue_tokens(model, tokenizer, rows, max_new_tokens=config.answer_tokens)
 
-    found: list[str] = []
-    with bar:
-        bar.total = len(samples)
-        for start in range(0, len(samples), config.batch_size):
-            batch = samples[start : start + config.batch_size]
-            answers = in_halves(generate, batch, remedy)
-            found += [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
-            bar.update(len(batch))
-    return found
+    outcomes = []
+    starts = range(0, len(samples), config.batch_size)
+    for start in tqdm(starts, desc=f"{task}, {prompt}, {length:,} tokens", disable=not progress):
+        batch = samples[start : start + config.batch_size]
+        remedy = "the GPU's memory is too small for a prompt: lower suite.needle.lengths"
+        for sample, answer in zip(batch, in_halves(generate, batch, remedy), strict=True):
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            digest = hashlib.sha256(f"{sample.prompt}\0{sample.value}".encode()).hexdigest()
+            outcomes.append((int(sample.value.lower() in text.lower()), digest))
 
-
-def is_right(answer: str, value: str) -> bool:
-    """Whether the answer contains the value."""
-    return value.lower() in answer.lower()
-
-
-def _row(length: int, samples: Sequence[Sample], answers: Sequence[str], ranks: Ranks) -> dict:
-    """Numbers of a length over the samples of all ranks, of which each has every so many-th."""
-    mine = [
-        (
-            is_right(answer, sample.value),
-            sample.depth,
-            len(sample.tokens),
-            hashlib.sha256(f"{sample.prompt}\0{sample.value}".encode()).hexdigest(),
-            {"asked": sample.prompt[-EXAMPLE:], "value": sample.value, "answer": answer},
-        )
-        for sample, answer in zip(samples, answers, strict=True)
-    ]
-    parts = ranks.gather(mine)
-    outcomes = [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
-    *numbers, digests, examples = zip(*outcomes, strict=True)
-    right, depths, tokens = (np.array(values, float) for values in numbers)
-    mean = Mean.of(right, np.ones_like(right))
-    low, high = proportion_interval(int(right.sum()), len(right))
-    return {
-        "length": length,
-        "accuracy": mean.value,
-        "stderr": mean.stderr,
-        "low": low,
-        "high": high,
-        "samples": len(right),
-        "depths": {f"{depth:g}": float(right[depths == depth].mean()) for depth in np.unique(depths)},
-        "prompt_tokens": round(float(tokens.mean()), 1),
-        "correct": right.astype(int).tolist(),
-        "fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
-        "example": examples[0],
-    }
+    gathered = ranks.gather(outcomes)
+    outcomes = [part[i] for i in range(len(gathered[0])) for part in gathered if i < len(part)]
+    correct = [right for right, _ in outcomes]
+    mean = Mean.of(np.array(correct), np.ones(len(correct)))
+    low, high = proportion_interval(sum(correct), len(correct))
+    score = Score(
+        "needle",
+        f"{task}/{prompt}",
+        "accuracy",
+        mean.value,
+        length=length,
+        stderr=mean.stderr,
+        low=low,
+        high=high,
+        documents=len(correct),
+        higher_is_better=True,
+        fingerprint=hashlib.sha256("".join(digest for _, digest in outcomes).encode()).hexdigest(),
+        by_document=correct,
+    )
+    return Measured([score])

@@ -1,19 +1,19 @@
-"""Columns of the papers' result tables and their published rows.
-
-The tables are the DeltaProduct paper's Table 1 and the DeltaNet paper's Table 2.
-"""
+"""Columns of the papers' result tables and the rows that they publish (`published.yaml`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+import pandas as pd
 import yaml
+
+from fla_train.eval.result import EvalResult
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its head, and the task and metric of lm-eval that fill it."""
+    """A column of the papers' tables, and the task and metric of lm-eval that fill it."""
 
     head: str
     task: str
@@ -21,7 +21,7 @@ class Column:
 
     @property
     def percent(self) -> bool:
-        """Whether the papers print it in percent; perplexities are printed as they are."""
+        """Whether the papers print percent; perplexities are printed as they are."""
         return "perplexity" not in self.metric
 
 
@@ -41,68 +41,48 @@ RECALL = (
     Column("SQUAD cont. ↑", "squad_completion", "contains"),
     Column("FDA cont. ↑", "fda", "contains"),
 )
-NOTED = " †"  # behind a score whose data have a note
 HEADS = (*(column.head for column in ZERO_SHOT), AVERAGE, *(column.head for column in RECALL))
 
 
-def paper_row(tasks: dict[str, dict]) -> dict[str, float | None]:
-    """The papers' columns, in their order and units, from what `run_tasks` returned.
+def paper_row(result: EvalResult) -> dict[str, float | None]:
+    """Return the papers' columns in their order and units (perplexity or percent).
 
-    The zero-shot columns and the average appear if all their tasks were asked for, the recall columns
-    likewise; so the row is empty for other suites. A value is None if its task could not run. The average is
-    the papers': the plain mean of the six accuracies from LAMBADA's to ARC-Challenge's.
-
-    Args:
-        tasks: by task asked for, `{"scores": {task: {metric: value}}}` or `{"error": line}`.
-
-    Returns:
-        By head of the column: a perplexity, or percent.
+    The zero-shot columns and the average appear if the suite asks for all zero-shot tasks, and the recall
+    columns if it has all recall tasks. A value is None if its task could not run. The average is the plain
+    mean of the six accuracies from LAMBADA to ARC-Challenge, and None if one of them is.
     """
     row: dict[str, float | None] = {}
-    if all(column.task in tasks for column in ZERO_SHOT):
-        row |= {column.head: _value(column, tasks) for column in ZERO_SHOT}
-        row[AVERAGE] = average([row[column.head] for column in ZERO_SHOT if column.percent])
-    if all(column.task in tasks for column in RECALL):
-        row |= {column.head: _value(column, tasks) for column in RECALL}
+    for columns in (ZERO_SHOT, RECALL):
+        if {column.task for column in columns} <= set(result.suite["tasks"]):
+            for column in columns:
+                score = result.find("tasks", column.task, column.metric)
+                row[column.head] = score and score.value * (100 if column.percent else 1)
+        if columns is ZERO_SHOT and row:
+            accuracies = [row[column.head] for column in columns if column.percent]
+            row[AVERAGE] = None if None in accuracies else sum(accuracies) / len(accuracies)
     return row
 
 
-def average(accuracies: list[float | None]) -> float | None:
-    """The mean, or None if a value is missing: a mean over fewer tasks is another quantity."""
-    return None if None in accuracies else sum(accuracies) / len(accuracies)
+def paper_table(results: Sequence[EvalResult]) -> pd.DataFrame | None:
+    """Return Table 1 of the DeltaProduct paper and our rows; None if no evaluation has its columns."""
+    rows = [paper_row(result) for result in results]
+    heads = [head for head in HEADS if any(head in row for row in rows)]
+    if not heads:
+        return None
+    cells = [
+        {"model": f"{model} ({group.title})"} | {head: values[head] for head in heads}
+        for group in published()
+        if group.paper == "delta_product"
+        for model, values in group.rows.items()
+    ]
+    for result, row in zip(results, rows, strict=True):
+        cells.append({"model": result.name} | {head: _cell(head, row.get(head)) for head in heads})
+    return pd.DataFrame(cells)
 
 
-def _value(column: Column, tasks: dict[str, dict]) -> float | None:
-    value = tasks[column.task].get("scores", {}).get(column.task, {}).get(column.metric)
-    return value * 100 if value is not None and column.percent else value
-
-
-def paper_cell(head: str, value: float | None) -> str:
-    """A value with the papers' number of digits; a dash for None."""
-    return "-" if value is None else fixed(value, 2 if "ppl" in head else 1)
-
-
-def paper_cells(record: dict, heads: Sequence[str]) -> list[str]:
-    """The evaluation's values in the columns, `NOTED` behind those whose data have a note."""
-    row, tasks = record["paper_row"], record["tasks"]
-    cells = []
-    for head in heads:
-        value = row.get(head)
-        noted = value is not None and any("note" in tasks.get(c.task, {}) for c in _columns_of(head))
-        cells.append(paper_cell(head, value) + NOTED * noted)
-    return cells
-
-
-def _columns_of(head: str) -> list[Column]:
-    """What a column shows: itself, or all that the average is over."""
-    if head == AVERAGE:
-        return [column for column in ZERO_SHOT if column.percent]
-    return [column for column in (*ZERO_SHOT, *RECALL) if column.head == head]
-
-
-def fixed(value: float, digits: int) -> str:
-    """A value with `digits` decimals; in scientific notation from a million on, as perplexities may be."""
-    return f"{value:.{digits}{'f' if abs(value) < 1e6 else 'e'}}"
+def _cell(head: str, value: float | None) -> str:
+    """Format a value with the papers' number of digits."""
+    return "-" if value is None else f"{value:.{2 if 'ppl' in head else 1}f}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +93,7 @@ class PublishedGroup:
         paper: key of `published.yaml`.
         source: title, authors and table.
         title: size and training tokens.
-        rows: by model, the values as printed by head of the column.
+        rows: by model, the values as printed, by head of the column.
     """
 
     paper: str
@@ -124,7 +104,7 @@ class PublishedGroup:
 
 @cache
 def published() -> tuple[PublishedGroup, ...]:
-    """What `published.yaml` holds, in its order."""
+    """Return the content of `published.yaml` in its order."""
     text = (files("fla_train.eval") / "published.yaml").read_text()
     papers = yaml.load(text, Loader=yaml.BaseLoader)  # numbers stay strings: 12.40 is not 12.4
     return tuple(

@@ -1,7 +1,7 @@
 """Data-parallel evaluation by the processes that torchrun or `accelerate launch` start.
 
-Every process holds the model, reads the same data and answers its share of the requests. They exchange a few
-numbers only, by gloo, on GPUs too.
+Every process holds the model, reads the same data and answers some of the requests. The processes exchange a
+few numbers only, by gloo, also on GPUs.
 """
 
 import os
@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank failed; the message says which one and why."""
+    """Failure of another rank. The message has its number and its error."""
 
 
 class OtherRankError(ValueError):
-    """Another rank found a user error; the message says which one and why."""
+    """User error on another rank. The message has its number and its error."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank sends instead of the value that the others wait for."""
+    """Sent by a rank that failed, instead of the value that the others wait for."""
 
     rank: int
     line: str
@@ -46,21 +46,21 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the evaluation; rank 0 owns files and console."""
+    """The rank of this process in the evaluation. Rank 0 writes files and the console."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
 
     def share(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in the order of ranks, on every rank.
+        """Return the values of all ranks, in their order, on every rank.
 
         Raises:
-            OtherRankFailed, OtherRankError: a rank left a block of `together` by an exception instead.
+            OtherRankFailed, OtherRankError: a rank left a block of `together` by an exception.
         """
         if self.world == 1:
             return [value]
@@ -71,14 +71,13 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks enter; an exception of one of them ends it on all of them.
+        """Run a block on all ranks, and end it on all of them if it fails on one.
 
-        Inside, `share` and `gather` are the only exchanges. A rank that fails sends the failure instead of
-        its value in the next exchange, at the latest at the end of the block. If several ranks fail, all
-        raise for the first one. Blocks are not nested.
+        A rank that fails sends its error in the next `share` or `gather` of the others, or at the end of the
+        block. If several ranks fail, all raise the error of the first one. Blocks must not be nested.
 
         Raises:
-            OtherRankFailed, OtherRankError: where the exception was not raised itself.
+            OtherRankFailed, OtherRankError: on the ranks that did not fail.
         """
         if self.world == 1:
             yield
@@ -98,12 +97,12 @@ class Ranks:
         values: list = [None] * self.world
         try:
             dist.all_gather_object(values, value)
-        except RuntimeError as failure:  # what gloo raises when a connection closes
+        except RuntimeError as failure:  # gloo's error for a closed connection
             raise OtherRankFailed("the connection to another rank broke: its process has ended") from failure
         return values
 
     def device(self, name: str) -> str:
-        """This rank's device, where `auto` or `cuda` leaves open which GPU."""
+        """Return the device of this rank: its GPU for `auto` and `cuda`, else `name`."""
         several = self.world > 1 and name in ("auto", "cuda") and torch.cuda.is_available()
         return f"cuda:{self.local_rank}" if several else name
 
@@ -117,7 +116,7 @@ ALONE = Ranks()
 
 @contextmanager
 def launched_ranks() -> Iterator[Ranks]:
-    """Join the ranks that the launcher's environment describes; yield `ALONE` without a launcher."""
+    """Join the ranks that the launcher's environment describes; without a launcher yield `ALONE`."""
     leave_other_launchers()
     if world_size() == 1:
         yield ALONE

@@ -1,8 +1,8 @@
-"""Loss by token position: documents are read in chunks, and the cache carries the state between them.
+"""Loss by token position. Documents are read in chunks, and the model's cache carries the state between them.
 
-Memory is constant in length for recurrent models; for others it grows by keys and values only.
+Memory is constant in length for recurrent models, and grows by keys and values only for others.
 
-Targets of a sequence are counted from 0; target i is predicted from a prefix token and the i tokens before
+Targets of a sequence are counted from 0. Target i is predicted from a prefix token and the i tokens before
 it. A *bucket* is a range of targets. All results follow from one table, the summed loss of each document in
 each bucket.
 """
@@ -20,25 +20,27 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fla_train.eval.documents import Spans, stacked
-from fla_train.eval.halves import in_halves
 from fla_train.eval.intervals import Estimate
+from fla_train.eval.memory import in_halves
 from fla_train.models.modeling import DeltaProductForCausalLM
 
-# Names of the cache in a model's output: transformers from 5.24 on, most models before, Mamba, RWKV
+# Names of the cache in a model's output: transformers from 5.24 on, most models before, Mamba, RWKV.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
-TRIED = 32  # tokens of the check that a model's cache reproduces a single forward pass
-ROUNDING, COARSE_ROUNDING = 1e-3, 0.03  # of logits, relative: in fp32 (as TF32 has it), in 16 bits
+# Tokens of the check that a model's cache reproduces a single forward pass.
+TRIED = 32
+# Relative rounding of logits in fp32 (with TF32), and in 16 bits.
+ROUNDING, COARSE_ROUNDING = 1e-3, 0.03
 
 
 @dataclass(frozen=True)
 class LossTable:
-    """Summed losses by bucket, a row for each document in each sequence.
+    """Summed losses by bucket, with a row for each document in each sequence.
 
     Attributes:
         edges: bucket j holds the targets edges[j] <= i < edges[j + 1]; edges[0] = 0.
         sums: [R, len(edges) - 1] float64, nats; NaN where the sequence does not fill the bucket.
         targets: [R, len(edges) - 1] int64, how many were summed.
-        sizes: [R, len(edges) - 1] int64, bytes of text that they stand for; None: not known.
+        sizes: [R, len(edges) - 1] int64, bytes of the targets' text; None: not known.
         sequences: [R] int64, number of the row's sequence.
         documents: [R] int64, number of its document.
     """
@@ -51,15 +53,15 @@ class LossTable:
     documents: np.ndarray
 
     def up_to(self, length: int) -> Estimate | None:
-        """The first `length` targets (an edge) of every sequence that has them; None if none has."""
+        """Average the first `length` targets (an edge) of all sequences that have them; None if none has."""
         last = self.edges.index(length)
         return next(self._estimates(last, [slice(0, last)]), None)
 
     def by_position(self, length: int) -> Iterator[tuple[int, int, Estimate]]:
-        """(start, end, estimate) of each bucket below `length`, over the sequences that reach `length`.
+        """Yield (start, end, estimate) of each bucket below `length`.
 
-        The same sequences stand behind every point, so the curve shows the model and not the choice of
-        documents. One at a time: each holds numbers of all documents.
+        Every point averages the same sequences, those that reach `length`, so the curve shows the model and
+        not the choice of documents.
         """
         last = self.edges.index(length)
         bounds = zip(self.edges, self.edges[1:], strict=False)
@@ -67,7 +69,7 @@ class LossTable:
         return ((a, b, estimate) for (a, b), estimate in zip(bounds, found, strict=False))
 
     def _estimates(self, last: int, ranges: Sequence[slice]) -> Iterator[Estimate]:
-        """An estimate for each range of buckets, over the sequences that fill the first `last` buckets."""
+        """Yield an estimate for each range of buckets, over sequences that fill the first `last` ones."""
         rows = ~np.isnan(self.sums[:, last - 1])
         if not rows.any():
             return
@@ -87,7 +89,7 @@ class LossTable:
 
     @classmethod
     def interleaved(cls, tables: Sequence["LossTable"]) -> "LossTable":
-        """The table of all sequences from those of the ranks, of which each has every `len(tables)`-th."""
+        """Return the table of all sequences; rank r has the sequences r, r + ranks, ..."""
         numbers = [table.sequences * len(tables) + rank for rank, table in enumerate(tables)]
         order = np.argsort(np.concatenate(numbers), kind="stable")
 
@@ -102,11 +104,11 @@ class LossTable:
 
 
 def bucket_edges(lengths: Sequence[int], bucket: int, per_octave: int | None = None) -> tuple[int, ...]:
-    """0, every multiple of `bucket` up to the longest length, and the lengths themselves.
+    """Return 0, every multiple of `bucket` up to the longest length, and the lengths.
 
-    With `per_octave`, a bucket that begins at token n is at least as wide as the largest power of two up to n
-    by `per_octave`. So there are at most `per_octave` buckets from n to 2 n: a curve to a million tokens has
-    few points, and they are evenly spread on a logarithmic axis.
+    With `per_octave` a bucket that begins at token n is at least as wide as the largest power of two up to n
+    divided by `per_octave`. A curve to a million tokens then has few points, evenly spaced on a logarithmic
+    axis.
 
     Raises:
         ValueError: no lengths, or numbers below 1.
@@ -122,7 +124,7 @@ def bucket_edges(lengths: Sequence[int], bucket: int, per_octave: int | None = N
 
 
 def _width(edge: int, bucket: int, per_octave: int | None) -> int:
-    """Tokens of the bucket that begins at `edge`."""
+    """Return the number of tokens in the bucket that begins at `edge`."""
     return max(bucket, 2 ** (edge.bit_length() - 1) // per_octave if per_octave and edge else 0)
 
 
@@ -141,18 +143,16 @@ def loss_table(
     """Run `model` over `sequences` and sum the losses by bucket and document.
 
     Args:
-        model: any causal language model, with a cache if sequences are longer than a chunk; in eval mode.
+        model: any causal language model in eval mode, with a cache if sequences are longer than a chunk.
         sequences: token ids; one shorter than the first bucket gets rows of NaN.
         edges: see `LossTable`.
-        spans: of each sequence the documents in it; None: each sequence is a document.
+        spans: the documents in each sequence; None: each sequence is a document.
         token_sizes: bytes of each token id, see `token_bytes`; None: not known.
-        prefix: the token before each sequence (usually the separator), if any. Without any, a sequence's
-            first token is context only and target 0 is its second.
+        prefix: the token before each sequence (usually the separator), if any. Without it the first token of
+            a sequence is context only, and target 0 is the second.
         chunk: tokens per forward; memory is proportional to `batch_size * chunk * vocab_size`.
-        batch_size: sequences read side by side.
+        batch_size: sequences per batch. A batch that exceeds the GPU's memory is read in halves.
         progress: show a progress bar over tokens.
-
-    A batch that exceeds the GPU's memory is read in halves.
 
     Raises:
         ValueError: a chunk or batch size below 1, the memory is too small for one sequence, or a sequence is
@@ -168,9 +168,7 @@ def loss_table(
     sums, targets, sizes = found = np.zeros((3, sum(counts), len(edges) - 1))
     sums[:] = np.nan
     lengths = [_targets(len(prefix) + len(sequence), edges) for sequence in sequences]
-    longest_first = sorted(
-        range(len(lengths)), key=lambda s: -lengths[s]
-    )  # a batch holds ones of like length
+    longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
     if lengths and lengths[first := longest_first[0]] > chunk and not ours:
         _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
@@ -195,26 +193,25 @@ def loss_table(
 
 
 def _targets(tokens: int, edges: tuple[int, ...]) -> int:
-    """Targets to read of a row of `tokens`: up to an edge, since no full bucket needs more."""
+    """Return how many targets to read of a row of `tokens`: up to the last full bucket."""
     return max(edge for edge in edges if edge <= max(tokens - 1, 0))
 
 
 @torch.inference_mode()
 def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
-    """That tokens read in chunks get the logits of one pass over all of them.
+    """Check that tokens read in chunks get the logits of one pass over all of them.
 
-    Some of transformers' models do not: Mamba's forward of several tokens begins with an empty state whatever
-    the cache holds, and goes on from it by single tokens only. So do its layers among others (Jamba, Bamba).
-    That shows in the logits as more than rounding, or, where what was read before matters little, as an error
-    as large as if it had not been read at all.
+    Some models of transformers fail this: Mamba's forward pass of several tokens begins with an empty state
+    whatever the cache holds (so do Jamba's and Bamba's). The error in the logits is then larger than
+    rounding, or, where the earlier tokens matter little, as large as if they had not been read.
 
     Args:
         model: in eval mode.
         ids: the beginning of a document, [1, T], T >= 2.
-        chunk: tokens per forward.
+        chunk: tokens per forward pass.
 
     Raises:
-        ValueError: the model keeps no cache, fails with it, or loses what it has read.
+        ValueError: the model keeps no cache, fails with it, or loses its state.
     """
     ids = ids.to(model.get_input_embeddings().weight.device)
     half = ids.shape[1] // 2
@@ -225,7 +222,7 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
             raise ValueError(_beyond(model, chunk, "keeps no cache"))
         try:
             logits, cache = forward(model, part, cache, keep=True)
-        except Exception as failure:  # what goes wrong with a cache alone, whole documents may do without
+        except Exception as failure:  # whole documents in one chunk may still work
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             raise ValueError(_beyond(model, chunk, f"fails with its cache ({reason})")) from failure
         parts.append(logits)
@@ -233,7 +230,7 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
     whole = forward(model, ids, {}, keep=False)[0][:, half:].double()
     unread = forward(model, ids[:, half:], {}, keep=False)[0].double() - whole
     error = carried - whole
-    late = error.shape[1] // 2  # before it a short convolution, which is carried on, hides the lost state
+    late = error.shape[1] // 2  # before that a short convolution, whose state is kept, hides the loss
     late_error, least = error[:, late:].norm(), 8 * torch.finfo(model.dtype).eps * whole[:, late:].norm()
     rounding = (COARSE_ROUNDING if model.dtype.itemsize < 4 else ROUNDING) * whole.norm()
     if error.norm() > rounding or late_error > max(0.5 * unread[:, late:].norm(), least):
@@ -250,7 +247,7 @@ def _beyond(model: PreTrainedModel, chunk: int, problem: str) -> str:
 def forward(
     model: PreTrainedModel, ids: Tensor, cache: dict[str, Any], keep: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Logits [B, T, vocabulary] of `ids` [B, T], and the cache after them by its name, if it is kept."""
+    """Return logits [B, T, vocabulary] of `ids` [B, T], and the cache by its name if it is kept."""
     output = model(ids, use_cache=keep, **cache)
     name = next((name for name in CACHES if getattr(output, name, None) is not None), None)
     return output.logits, {} if name is None else {name: getattr(output, name)}
@@ -258,7 +255,7 @@ def forward(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads batches of sequences; arguments as those of `loss_table`."""
+    """Read batches of sequences; the attributes are arguments of `loss_table`."""
 
     model: PreTrainedModel
     prefix: Sequence[int]
@@ -267,7 +264,7 @@ class _Reader:
     token_sizes: np.ndarray | None
 
     def sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
-        """`_batch_sums`, in halves where the GPU's memory is too small for the whole."""
+        """Return `_batch_sums`, computed in halves if the GPU's memory is too small."""
 
         def read(batch: Sequence[tuple[Sequence[int], Spans]]) -> list[np.ndarray]:
             done = bar.n
@@ -285,9 +282,9 @@ class _Reader:
 
     @torch.inference_mode()
     def _batch_sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
-        """Losses, targets and bytes of each row by document and bucket, [3, documents, buckets] float64.
+        """Sum losses, targets and bytes of each row by document and bucket, [3, documents, buckets] float64.
 
-        Rows are padded on the right: no target sees that.
+        Rows are padded on the right, which no target sees.
         """
         device = self.model.get_input_embeddings().weight.device
         sizes = [len(self.prefix) + len(row) - 1 for row in rows]
@@ -299,7 +296,7 @@ class _Reader:
             moved = ids.to(device)
             logits, cache = forward(self.model, moved[:, :-1], cache, keep=max(sizes) > self.chunk)
             losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
-            # NaN marks a bucket without targets, not a lost model.
+            # NaN marks buckets without targets, so the NaN of a model that diverged becomes infinite.
             losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()
             for row, size in enumerate(sizes):
                 if (end := min(stop, size)) > start:
@@ -309,18 +306,18 @@ class _Reader:
         return found
 
     def _add(self, found: np.ndarray, span: Spans, start: int, losses: np.ndarray, asked: np.ndarray) -> None:
-        """Count targets `asked` [n] from the `start`-th on, with their losses [n], into `found`."""
+        """Add targets `asked` [n] from number `start` on, and their losses [n], to `found`."""
         places = np.arange(start, start + len(asked))
         firsts = [first for _, first in span]
         document = np.searchsorted(firsts, places + 1 - len(self.prefix), side="right") - 1
         cells = document * found.shape[2] + np.searchsorted(self.edges, places, side="right") - 1
         weights = [losses, None] + ([] if self.token_sizes is None else [self.token_sizes[asked]])
-        for total, weight in zip(found, weights, strict=False):  # a bincount would be as large as the table
+        for total, weight in zip(found, weights, strict=False):
             np.add.at(total.reshape(-1), cells, 1 if weight is None else weight)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Losses [C] of one row, in fp32 or fp64. Row by row, so that no second copy of all logits is made."""
+    """Return the losses [C] of one row in fp32 or fp64. For all rows at once, logits would be copied."""
     return F.cross_entropy(
         logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none"
     )

@@ -1,42 +1,24 @@
-"""Scores of lm-eval's tasks and groups as plain numbers, with per-document scores and standard errors."""
+"""Scores of lm-eval's tasks and groups, with contributions of documents, standard errors and chance."""
 
 import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from lm_eval.api.group import Group
 from lm_eval.api.metrics import bits_per_byte, mean, nanmean, perplexity, weighted_perplexity
 from lm_eval.api.task import Task
-from lm_eval.tasks import TaskManager
 
-AGGREGATIONS: dict[Callable, str] = {  # that are sums over documents, or a function of one
+from fla_train.eval.result import Score
+
+# Aggregations that are sums over documents, or functions of one.
+AGGREGATIONS: dict[Callable, str] = {
     **dict.fromkeys((mean, nanmean, np.mean, statistics.mean, statistics.fmean), "mean"),
     **dict.fromkeys((perplexity, weighted_perplexity), "perplexity"),
     bits_per_byte: "bits_per_byte",
 }
-
-
-# Accuracies, of which guesses reach 1 of the choices, or nothing where an answer is free.
 ACCURACIES = ("acc", "acc_norm", "acc_bytes", "exact_match", "contains", "em")
-
-
-class LoadedTasks:
-    """A task manager that keeps what it last loaded, `tasks` and `groups` by name."""
-
-    def __init__(self, manager: TaskManager) -> None:
-        self._manager = manager
-        self.loaded: dict[str, dict] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-    def load(self, names: Sequence[str]) -> dict[str, dict]:
-        found = self._manager.load(names)
-        self.loaded = {kind: found[kind] for kind in ("tasks", "groups")}
-        return found
 
 
 def per_document_scores(
@@ -44,17 +26,16 @@ def per_document_scores(
 ) -> tuple[list[float], float] | None:
     """Split a task's score over its documents.
 
-    Their mean is the score, or its logarithm if it is a perplexity; their spread gives the standard error.
-    Where documents weigh differently (a perplexity by words) they are linear: what the quotient of the sums
-    would change by if a document were counted once more.
+    The mean of the parts is the score, or its logarithm for a perplexity. Where documents have weights (a
+    perplexity by words) the parts are linear: the change of the quotient if a document counted once more.
 
     Args:
         aggregation: of the metric, as the task's definition names it.
-        items: of each document, as `aggregation` takes them: numbers, or pairs of a sum and its weight.
+        items: for each document what `aggregation` takes: a number, or a sum and its weight.
 
     Returns:
-        The documents' scores, and the standard error of the task's; None for an aggregation that is no sum
-        over documents, and where a value is not finite or there is only one document.
+        The documents' parts and the standard error of the score. None for an aggregation that is not a sum
+        over documents, for values that are not finite, and for a single document.
     """
     kind = AGGREGATIONS.get(aggregation)
     try:
@@ -69,42 +50,30 @@ def per_document_scores(
         sums, weights = values.T
         average = sums.sum() / weights.sum()
         values = average + (sums - average * weights) / weights.mean()
-    factor = {"mean": 1.0, "perplexity": -1.0, "bits_per_byte": -1 / math.log(2)}[kind]
-    values = factor * values
+    values = {"mean": 1.0, "perplexity": -1.0, "bits_per_byte": -1 / math.log(2)}[kind] * values
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
     if kind == "perplexity":
         error *= math.exp(min(float(values.mean()), 700.0))
     return values.tolist(), error
 
 
-def task_scores(
-    results: dict, tasks: Mapping[str, Task], groups: Mapping[str, Group], truncated: Mapping[str, int]
-) -> dict[str, dict]:
-    """Metrics of each task and group as plain numbers: `acc`, `acc_stderr`, ...
-
-    Besides them `examples`, `num_fewshot`, `truncated` (examples whose prompt lost its beginning),
-    `higher_is_better` (by metric, where the task's definition says so or the contrary), `by_document` (by
-    metric what each document adds to it, see `per_document_scores`) and `fingerprint`, a sha256 over
-    documents, prompts and targets; and `chance` (by accuracy what guesses score).
+def task_scores(results: dict, tasks: Mapping[str, Task], groups: Mapping[str, Group]) -> list[Score]:
+    """Return a score for each metric of each task and group.
 
     Args:
         results: what `simple_evaluate` returned, with samples.
         tasks: by name.
-        groups: by name; one without metrics is left out.
-        truncated: by task how many examples.
+        groups: by name.
     """
-    found: dict[str, dict] = {}
-    for name, task in tasks.items():
-        found[name] = _of_task(results, name, task) | {"truncated": truncated.get(name, 0)}
+    found = {name: list(_of_task(results, name, task)) for name, task in tasks.items()}
     for name, group in groups.items():
         members = {task.task_name: task for task in group.get_all_tasks()}
-        if any(True for _ in _metrics(results, name)):
-            found[name] = _of_group(results, name, group, members, found)
-    return found
+        found[name] = list(_of_group(results, name, group, members, found))
+    return [score for scores in found.values() for score in scores]
 
 
 def _metrics(results: dict, name: str) -> Iterator[tuple[str, str, str, float, float | None]]:
-    """Of each metric our name, lm-eval's name, its filter, its value, and lm-eval's standard error if any."""
+    """Yield for each metric our name, lm-eval's name, its filter, the value, and lm-eval's standard error."""
     entry = results["results"][name]
     for key, value in entry.items():
         metric, _, filtered = key.partition(",")
@@ -115,37 +84,31 @@ def _metrics(results: dict, name: str) -> Iterator[tuple[str, str, str, float, f
         yield label, metric, filtered, value, error if isinstance(error, int | float) else None
 
 
-def _of_task(results: dict, name: str, task: Task) -> dict:
-    scores, directions, shares, chance = {}, {}, {}, {}
+def _of_task(results: dict, name: str, task: Task) -> Iterator[Score]:
     better = results["higher_is_better"].get(name) or {}
-    # In the order of the data set, since ranks mix it.
+    # Ranks return the samples in another order than that of the data set.
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])
-    for label, metric, filtered, value, error in _metrics(results, name):
-        scores[label] = value
-        if better.get(metric) is not None:
-            directions[label] = bool(better[metric])
-        items = [sample[metric] for sample in samples if sample["filter"] == filtered and metric in sample]
-        # lm-eval takes the mean of a metric for which the task names no aggregation.
-        if split := per_document_scores(task.aggregation().get(metric, mean), items):
-            shares[label], own_error = split
-            error = own_error if error is None else error
-        if error is not None:
-            scores[f"{label}_stderr"] = error
-        if (guessed := _chance(metric, task, samples)) is not None:
-            chance[label] = guessed
     hashes = sorted((s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
-    return scores | {
-        "examples": results["n-samples"].get(name, {}).get("effective", 0),
-        "num_fewshot": results["n-shot"].get(name, 0),
-        "higher_is_better": directions,
-        "by_document": shares,
-        "chance": chance,
-        "fingerprint": hashlib.sha256(repr(hashes).encode()).hexdigest(),
-    }
+    for label, metric, filtered, value, error in _metrics(results, name):
+        items = [sample[metric] for sample in samples if sample["filter"] == filtered and metric in sample]
+        # The default aggregation of lm-eval is the mean.
+        parts, own_error = per_document_scores(task.aggregation().get(metric, mean), items) or ([], None)
+        yield Score(
+            "tasks",
+            name,
+            label,
+            value,
+            stderr=own_error if error is None else error,
+            documents=results["n-samples"].get(name, {}).get("effective", 0),
+            higher_is_better=None if better.get(metric) is None else bool(better[metric]),
+            chance=_chance(metric, task, samples),
+            fingerprint=hashlib.sha256(repr(hashes).encode()).hexdigest(),
+            by_document=parts,
+        )
 
 
 def _chance(metric: str, task: Task, samples: Sequence[dict]) -> float | None:
-    """Return what guesses score; None where that is not known."""
+    """Return the expected accuracy of guesses: 1 / choices, 0 for free answers, None if unknown."""
     if metric not in ACCURACIES or not samples:
         return None
     if task.OUTPUT_TYPE != "multiple_choice":
@@ -157,49 +120,40 @@ def _chance(metric: str, task: Task, samples: Sequence[dict]) -> float | None:
 
 
 def _of_group(
-    results: dict, name: str, group: Group, members: Mapping[str, Task], found: Mapping[str, dict]
-) -> dict:
-    parts = [found[member] for member in members]
+    results: dict, name: str, group: Group, members: Mapping[str, Task], found: Mapping[str, list[Score]]
+) -> Iterator[Score]:
     by_size = {config.metric: config.weight_by_size for config in group.aggregate_metric_list or ()}
-    scores, directions, shares, chance = {}, {}, {}, {}
     for label, metric, _, value, error in _metrics(results, name):
-        scores[label] = value
-        holders = [member for member in members if label in found[member]]
-        ways = {found[member]["higher_is_better"].get(label) for member in holders}
-        if len(ways) == 1 and None not in ways:
-            directions[label] = ways.pop()
-        levels = {found[member].get("chance", {}).get(label) for member in holders}
-        if len(levels) == 1 and None not in levels:
-            chance[label] = levels.pop()
+        scores = [score for member in members for score in found[member] if score.metric == label]
         means = all(
-            AGGREGATIONS.get(task.aggregation().get(metric, mean)) == "mean"
-            for member, task in members.items()
-            if member in holders
+            AGGREGATIONS.get(members[score.data].aggregation().get(metric, mean)) == "mean"
+            for score in scores
         )
-        split = [found[member]["by_document"].get(label) for member in holders]
-        if means and all(split):
-            shares[label] = _of_strata(value, split, by_size.get(metric, True))
-            own_error = float(np.std(shares[label], ddof=1)) / math.sqrt(len(shares[label]))
-            error = own_error if error is None else error
-        if error is not None:
-            scores[f"{label}_stderr"] = error
-    prints = sorted(part["fingerprint"] for part in parts)
-    shots = {part["num_fewshot"] for part in parts}
-    return scores | {
-        "examples": sum(part["examples"] for part in parts),
-        "num_fewshot": shots.pop() if len(shots) == 1 else "varied",
-        "truncated": sum(part["truncated"] for part in parts),
-        "higher_is_better": directions,
-        "by_document": shares,
-        "chance": chance,
-        "fingerprint": hashlib.sha256(repr(prints).encode()).hexdigest(),
-    }
+        parts: list[float] = []
+        if scores and means and all(score.by_document for score in scores):
+            parts = _of_strata(value, [s.by_document for s in scores], by_size.get(metric, True))
+            error = error or float(np.std(parts, ddof=1)) / math.sqrt(len(parts))
+        prints = sorted(score.fingerprint for score in scores)
+        directions, chances = ({getattr(s, k) for s in scores} for k in ("higher_is_better", "chance"))
+        yield Score(
+            "tasks",
+            name,
+            label,
+            value,
+            stderr=error,
+            documents=sum(score.documents for score in scores),
+            higher_is_better=directions.pop() if len(directions) == 1 else None,
+            chance=chances.pop() if len(chances) == 1 else None,
+            fingerprint=hashlib.sha256(repr(prints).encode()).hexdigest(),
+            by_document=parts,
+        )
 
 
 def _of_strata(value: float, split: Sequence[Sequence[float]], by_size: bool) -> list[float]:
-    """What each document of several tasks adds to the mean over tasks.
+    """Return the contribution of each document of several tasks to the mean over the tasks.
 
-    A document counts by its difference to its task's mean: the tasks are given, their documents a sample.
+    A document counts by its difference from the mean of its task, since the tasks are fixed and the documents
+    are a sample.
     """
     total = sum(map(len, split))
     found = []

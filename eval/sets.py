@@ -1,33 +1,35 @@
-"""Data sets on which the papers measure length extrapolation, read from the Hub.
+"""Data sets of the Hub: those on which the papers measure length extrapolation, and local copies of any.
 
-The papers (DeltaProduct, section 5 and Figures 7 and 11; negative eigenvalues, Figure 3) name the sets, the
-lengths (4,096, 16,384 and 32,768 tokens) and the training length, and say no more. What they leave open is
-decided here: which columns make a document's text, and the split. How documents become sequences is
-`fla_train.eval.documents.packed`.
+The papers (DeltaProduct, section 5 and Figures 7 and 11; negative eigenvalues, Figure 3) name the sets and
+the lengths (4,096, 16,384 and 32,768 tokens). They do not say which columns make a document or which split is
+read: `PAPER_SETS` is our choice. `fla_train.eval.documents.packed` makes sequences of the documents.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fla_train.eval.documents import tokenized
-from fla_train.eval.mirror import DatasetUnavailable, hub_datasets, mirror_folder, streaming_remedy
+from fla_train.utils.hub_names import is_hub_name
 
 
 @dataclass(frozen=True)
 class HubSet:
-    """A data set of the Hub and how one of its rows reads as a document.
+    """A data set of the Hub, and the text of one of its rows.
 
     Attributes:
-        title: what figures call it.
+        title: name in figures.
         hub: `org/name`.
-        config: configuration of the data set; None: its only one.
-        split: held-out where the set has such a split.
-        text: the document of a row.
+        config: configuration of the data set; None for its only one.
+        split: the held-out one where the set has it.
+        text: returns the document of a row.
     """
 
     title: str
@@ -67,30 +69,85 @@ PAPER_SETS = {
 def hub_documents(
     chosen: HubSet, tokenizer: PreTrainedTokenizerBase, mirror: str | Path | None
 ) -> Iterator[np.ndarray]:
-    """Each document of a set of the Hub as [tokens], without special tokens, in the set's own order.
+    """Yield each document of a set as [tokens], without special tokens, in the set's order.
 
     Args:
         chosen: one of `PAPER_SETS`.
         tokenizer: of the model.
-        mirror: folder with the set's files under `org/name/`, see `fla_train.eval.mirror`; None: the Hub, as
-            a stream of which nothing is kept.
+        mirror: folder with local copies, see `local_datasets`; None: a stream from the Hub, which is not
+        kept.
 
     Raises:
-        DatasetUnavailable: when reading starts, if the set cannot be had or a row lacks its columns.
+        ValueError: the set cannot be read.
     """
-    import datasets
-
-    place = mirror_folder(mirror)
-    with hub_datasets(place, streamed=True):
-        rows = iter(
-            datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=place is None)
-        )
     try:
+        with local_datasets(mirror):
+            rows = datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=True)
         yield from tokenized(map(chosen.text, rows), tokenizer)
     except Exception as failure:  # a row without its columns, or whatever the network raises
-        reason = " ".join(str(failure).split())[:200]
-        remedy = "lay it out again" if place else streaming_remedy(chosen.hub)
-        raise DatasetUnavailable(
-            f"data set {chosen.hub} cannot be read ({type(failure).__name__}: {reason}): {remedy}; or name a "
-            "copy of yours in suite.perplexity.sets"
-        ) from failure
+        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        raise ValueError(f"data set {chosen.hub} cannot be read ({reason}); {remedy(mirror)}") from failure
+
+
+def remedy(mirror: str | Path | None) -> str:
+    """Return what to do about a data set that cannot be loaded."""
+    folder = mirror or "FOLDER"
+    return (
+        f"without network, put it into {folder}/ORG/NAME (hf download ORG/NAME --repo-type dataset "
+        f"--local-dir "
+        f"{folder}/ORG/NAME) and set mirror={folder}"
+    )
+
+
+def mirror_folder(mirror: str | Path | None) -> Path | None:
+    """Return the folder that `mirror` names.
+
+    Raises:
+        ValueError: it is not a folder.
+    """
+    folder = None if mirror is None else Path(mirror).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"mirror={mirror} is not a folder: see docs/evaluation.md, Without network")
+    return folder
+
+
+@contextmanager
+def local_datasets(mirror: str | Path | None) -> Iterator[None]:
+    """Make `datasets.load_dataset("org/name", ...)` read MIRROR/org/name where that folder exists.
+
+    lm-eval's task definitions name data sets of the Hub, so they need no change. `hf download --local-dir`
+    writes such folders: parquet or JSON lines, and a README.md whose header names the configs.
+    """
+    folder = mirror_folder(mirror)
+    if folder is None:
+        yield
+        return
+    original = datasets.load_dataset
+
+    def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
+        place = folder / path
+        if "/" not in path or not is_hub_name(path) or not place.is_dir():
+            return original(path, *args, **kwargs)
+        splits = original(str(place), *args, **kwargs | {"cache_dir": str(_cache(place))})
+        if isinstance(splits, datasets.DatasetDict) and "train" not in splits:
+            # lm-eval opens the training split even if prompts have no examples.
+            splits["train"] = next(iter(splits.values())).select([])
+        return splits
+
+    datasets.load_dataset = load_dataset
+    try:
+        yield
+    finally:
+        datasets.load_dataset = original
+
+
+def _cache(place: Path) -> Path:
+    """Return a cache folder for the present files of a local set.
+
+    `datasets` tells local sets apart by the last part of their path and their config only: after a change, or
+    in a second mirror, it would return the rows that it read first.
+    """
+    files = sorted(file for file in place.resolve().rglob("*") if file.is_file())
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+    return Path(datasets.config.HF_DATASETS_CACHE) / "mirrors" / name

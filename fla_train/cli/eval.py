@@ -1,4 +1,4 @@
-"""`fla-eval`: evaluate a checkpoint, print the table and say where the files are; or compare evaluations.
+"""`fla-eval`: evaluate a checkpoint and print the table and the names of the files; or compare evaluations.
 
 fla-eval checkpoint=runs/my-run
 fla-eval checkpoint=runs/my-run suite=tasks suite.tasks=[lambada_openai,piqa]
@@ -23,7 +23,7 @@ COMPARE_USAGE = """\
 usage: fla-eval compare PLACE PLACE... [output=DIR]
 
   PLACE   folder that fla-eval wrote, or a run folder (its newest evaluation); the first is the reference
-  output  folder of the tables, figures and page; default: comparisons/<time>
+  output  folder of the tables and figures; default: comparisons/<time>
 """
 
 
@@ -32,8 +32,12 @@ def register() -> None:
 
 
 def task(config: DictConfig) -> int:
+    """Run the evaluation, print its table, and return the exit status."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "60")  # a log gets a line of a progress bar a minute
+    # Imported here, because --help and invalid overrides need none of it.
     from fla_train.eval.parallel import OtherRankFailed, launched_ranks
-    from fla_train.eval.run import evaluate  # heavy, and not needed for --help or an invalid override
+    from fla_train.eval.run import evaluate
     from fla_train.utils.device import pick_device
     from fla_train.utils.processes import keep_freed_memory
 
@@ -48,14 +52,16 @@ def task(config: DictConfig) -> int:
         return 0
     with launched_ranks() as ranks:
         try:
-            folder, record = evaluate(options, ranks=ranks)
+            folder, result = evaluate(options, ranks=ranks)
         except ValueError:
-            if ranks.rank:  # rank 0 has it too, and the console
+            if ranks.rank:  # rank 0 reports it
                 return 2
             raise
         except KeyboardInterrupt as stop:
             if not ranks.rank:
-                kept = [f"finished parts are kept: add output={folder} to go on" for folder in stop.args]
+                kept = [
+                    f"finished sets and tasks are kept: add output={folder} to go on" for folder in stop.args
+                ]
                 fail("; ".join(["interrupted", *kept]))
             sys.exit(INTERRUPTED)
         except OtherRankFailed as failure:
@@ -63,34 +69,21 @@ def task(config: DictConfig) -> int:
     if ranks.rank:
         return 0
     _show(folder)
-    return exit_status(folder, record)
-
-
-def exit_status(folder: Path, record: dict) -> int:
-    """Print what was not evaluated; 1 if it failed, 0 if its data are not here but others were evaluated."""
-    keys = {"perplexity": "suite.perplexity.sets", "needle": "suite.needle.tasks", "tasks": "suite.tasks"}
-    results = {name: result for part in keys for name, result in record[part].items()}
-    lost = {name: result.get("missing") for name, result in results.items() if "error" in result}
-    if len(lost) == len(results) or not all(lost.values()):
-        failed = ", ".join(name for name, missing in lost.items() if not missing) or ", ".join(lost)
-        return fail(f"could not run {failed}; run again with output={folder} to try only these", code=1)
-    if lost:
-        kept = {key: [name for name in record[part] if name not in lost] for part, key in keys.items()}
-        select = " ".join(f"{key}=[{','.join(names)}]" for key, names in kept.items() if names)
-        count = f"{len(results) - len(lost)} of {len(results)} evaluated"
-        print(f"{count} (missing: {', '.join(lost)}; {select} selects the others)", file=sys.stderr)
+    if result.errors:
+        names = ", ".join(result.errors)
+        return fail(f"could not run {names}; run again with output={folder} to try only these", code=1)
     return 0
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """`fla-eval compare`: tables, figures and a page of several evaluations; the exit code."""
+    """Write tables and figures of several evaluations, and return the exit status."""
     places = [argument for argument in arguments if not argument.startswith(("output=", "-"))]
     outputs = [argument.removeprefix("output=") for argument in arguments if argument.startswith("output=")]
     flags = [argument for argument in arguments if argument.startswith("-")]
     if flags:
         print(COMPARE_USAGE, end="")
         return 0 if set(flags) <= {"-h", "--help"} else 2
-    from fla_train.eval.report import write_comparison
+    from fla_train.eval.run import write_comparison
 
     folder = Path(outputs[-1] if outputs else f"comparisons/{datetime.now():%Y%m%d-%H%M%S}").expanduser()
     try:

@@ -1,10 +1,10 @@
-"""The papers' expressivity tables: which runs fill them, and what the runs gave.
+"""The papers' expressivity tables: lists of runs, and tables of their results.
 
     python scripts/reproduce/expressivity.py runs --only 'formal/*' > formal.yaml
     fla-runs train formal.yaml --folder runs/expressivity --jobs 4
     python scripts/reproduce/expressivity.py table runs/expressivity      # writes tables.md and tables.json
 
-`expressivity.yaml` beside this file has the tables. The table `extrapolation` has a row with the mixer of
+`expressivity.yaml` in this folder has the tables. The table `extrapolation` has a row with the mixer of
 docs/examples/initial_beta.py, so add that folder to PYTHONPATH.
 """
 

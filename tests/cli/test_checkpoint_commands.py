@@ -169,7 +169,7 @@ def test_requests_that_cannot_work(run: Path, module, name, overrides, message) 
         (
             ["fla-eval", "checkpoint=x"],
             "fla_train.eval.run.evaluate",
-            "interrupted; finished parts are kept: add output=x/y",
+            "interrupted; finished sets and tasks are kept: add output=x/y",
         ),
         (["fla-generate", "checkpoint=x"], "fla_train.hub.load.load_model", "interrupted\n"),
         (["fla-train"], "fla_train.cli.train.register", "interrupted\n"),  # which imports torch

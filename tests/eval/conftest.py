@@ -1,17 +1,23 @@
-import importlib.util
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import yaml
+from lm_eval.api.model import LM
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
+from fla_train.eval.config import SuiteConfig
+from fla_train.eval.harness import task_jobs
+from fla_train.eval.parallel import ALONE, Ranks
+from fla_train.eval.result import EvalResult
+from fla_train.eval.result_cache import Job, ResultCache, run_jobs
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
@@ -94,18 +100,36 @@ def write_task(tmp_path: Path) -> TaskWriter:
 
 @pytest.fixture(autouse=True)
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
-def load_script(name: str) -> ModuleType:
-    """The module of `scripts/NAME.py`."""
-    file = Path(__file__).resolve().parents[2] / f"scripts/{name}.py"
-    place = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
+def measure(jobs: Iterable[Job], folder: Path, ranks: Ranks = ALONE) -> EvalResult:
+    """Run the jobs with a cache in `folder`."""
+    result = EvalResult(name="model", suite={"name": "test", "tasks": []})
+    run_jobs(jobs, ResultCache(folder, {}, ranks), result)
+    return result
+
+
+@pytest.fixture
+def run_tasks(tmp_path: Path) -> Callable[..., EvalResult]:
+    """`run_tasks(lm, names, **options of the suite)`: results of tasks of lm-eval; nothing is kept."""
+    numbers = itertools.count()
+
+    def run(lm: LM, names: Sequence[str], *, mirror: Path | None = None, **options: object) -> EvalResult:
+        if "include_path" in options:
+            options["include_path"] = str(options["include_path"])
+        suite = SuiteConfig(name="tasks", tasks=list(names), **options)
+        samples = tmp_path / "samples" if suite.save_samples else None
+        jobs = task_jobs(lm, suite, mirror=mirror and str(mirror), samples=samples)
+        return measure(jobs, tmp_path / f"parts-{next(numbers)}")
+
+    return run
+
+
+def value(result: EvalResult, data: str, metric: str, length: int | None = None) -> float:
+    """Return a number of the result."""
+    (score,) = [s for s in result.scores if (s.data, s.metric, s.length) == (data, metric, length)]
+    return score.value
 
 
 def short_of_memory(patch: pytest.MonkeyPatch, owner: object, name: str, most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Our bridge and plain `HFLM` on the same model of ours, in the precisions of a GPU, beside fp64 on the CPU.
+"""Our bridge and plain `HFLM` on the same model, in the precisions of a GPU, compared with fp64 on the CPU.
 
 On the CPU the same code runs in the same precisions.
 """

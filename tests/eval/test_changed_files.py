@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.result import EvalResult
 from fla_train.eval.run import evaluate
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
@@ -14,11 +15,11 @@ from tests.eval.conftest import CHOICES
 
 
 @pytest.fixture
-def result_of(scholar, tokenizer, tmp_path: Path) -> Callable[..., dict]:
-    """`result_of(suite, mirror=None)`: what the same folder says of the same model."""
+def result_of(scholar, tokenizer, tmp_path: Path) -> Callable[..., EvalResult]:
+    """`result_of(suite, mirror=None)`: the result of the same model in the same folder."""
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=64))
 
-    def result(suite: SuiteConfig, mirror: Path | None = None) -> dict:
+    def result(suite: SuiteConfig, mirror: Path | None = None) -> EvalResult:
         where = {"output": str(tmp_path / "out"), "mirror": mirror and str(mirror)}
         return evaluate(EvalConfig(str(checkpoint), suite=suite, **where), progress=False)[1]
 
@@ -38,8 +39,8 @@ def test_documents(mirrored: bool, result_of, tmp_path: Path) -> None:
     suite = SuiteConfig(name="p", perplexity=PerplexityConfig(sets=sets, lengths=[16], layout="documents"))
 
     def found() -> tuple[str, float]:
-        (result,) = result_of(suite, tmp_path / "mirror" if mirrored else None)["perplexity"].values()
-        return result["data"]["fingerprint"], result["lengths"][0]["loss"]
+        result = result_of(suite, tmp_path / "mirror" if mirrored else None)
+        return result.scores[0].fingerprint, result.scores[0].value
 
     write(place, "all work and no play")
     first = found()
@@ -52,6 +53,6 @@ def test_tasks(result_of, write_task, quiz: list[dict]) -> None:
     def prompts(text: str) -> str:
         folder = write_task("quiz", quiz, **CHOICES | {"doc_to_text": text})
         suite = SuiteConfig(name="t", tasks=["quiz"], include_path=str(folder), limit=2)
-        return result_of(suite)["tasks"]["quiz"]["scores"]["quiz"]["fingerprint"]
+        return result_of(suite).scores[0].fingerprint
 
     assert prompts("{{question}}") != prompts("Q: {{question}}")

@@ -1,8 +1,7 @@
-"""A whole evaluation: documents, report files, and what is not run twice."""
+"""A whole evaluation: documents, report files, and resumption."""
 
-import errno
 import json
-import os
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +14,16 @@ from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
 from fla_train.data.tokenizers import encode
 from fla_train.eval import documents as documents_module
-from fla_train.eval import run as run_module
 from fla_train.eval import sweep as sweep_module
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
 from fla_train.eval.expressivity import evaluate_expressivity
-from fla_train.eval.report import check_checkpoint, check_output, write_comparison
-from fla_train.eval.run import _checkpoint_stamp, _name, evaluate, output_folder
-from fla_train.eval.tables import markdown
+from fla_train.eval.result import EvalResult
+from fla_train.eval.run import check_output, evaluate, output_folder, output_lock, write_comparison
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
-from fla_train.hub.load import resolve_checkpoint
 from fla_train.utils.keys import find_errors
-from tests.eval.conftest import CHOICES, token_losses
+from tests.eval.conftest import CHOICES, token_losses, value
 
 TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
 
@@ -89,28 +85,33 @@ def test_longest() -> None:
 
 
 def test_report_of_a_sweep(run: Path) -> None:
-    folder, record = evaluate(EvalConfig(checkpoint=str(run), suite=perplexity_suite()), progress=False)
+    folder, result = evaluate(EvalConfig(checkpoint=str(run), suite=perplexity_suite()), progress=False)
     assert folder.parent == run / "eval" and folder.name.startswith("perplexity-")
-    assert record == json.loads((folder / "results.json").read_text())
-    result = record["perplexity"]["validation"]
-    assert [row["length"] for row in result["lengths"]] == [16, 64] and result["not_reached"] == [4096]
-    assert [row["start"] for row in result["positions"]] == [0, 16, 32, 48]
-    assert record["trained_length"] == 64
-    environment = record["environment"]
-    assert {"commit", "hardware", "time", "command", "dtype"} <= environment.keys()
-    assert {"torch", "lm-eval", "transformers"} <= environment["packages"].keys()
-    markdown = (folder / "table.md").read_text()
-    assert "| 64 (trained) |" in markdown and "No document is long enough for 4096" in markdown
-    assert f"{result['lengths'][0]['perplexity']:.3f}" in markdown
-    assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert result.name == "first/step-0000080" and result.trained_length == 64
+    assert result == EvalResult.load(folder / "results.json")
+    lengths = [score.length for score in result.scores if score.metric == "perplexity"]
+    assert lengths == [16, 64] and "validation was not read over 4,096 tokens" in " ".join(result.notes)
+    assert [list(c.edges) for c in result.curves if c.metric == "perplexity"] == [[0, 16, 32, 48, 64]]
+    assert {"commit", "hardware", "time", "command", "dtype"} <= result.environment.keys()
+    assert {"torch", "lm-eval", "transformers"} <= result.environment["packages"].keys()
+    for score in result.scores:
+        assert (
+            f"| validation | {score.length} | {score.metric} | {score.value:.4f} |"
+            in (folder / "table.md").read_text()
+        )
+    assert json.loads((folder / "results.json").read_text())["metrics"] == result.metrics()
+    assert result.metrics().keys() == {
+        f"eval/validation/{metric}_{n}" for metric in ("loss", "bits_per_byte") for n in (16, 64)
+    }
 
 
 @pytest.mark.parametrize("least", [999, 4])
 def test_the_default_reads_the_whole_validation_split(
     run: Path, scholar, tokenizer, tmp_path: Path, monkeypatch, least: int
 ) -> None:
-    """As configs/suite/perplexity.yaml stands: the training length is there, though it is in no list, and
-    counts every token also where sequences are longer.
+    """With configs/suite/perplexity.yaml: the training length, which is in no list, counts every token.
+
+    So it does where sequences are longer.
     """
     monkeypatch.setattr(documents_module, "LEAST_SEQUENCES", least)
     file = Path(__file__).resolve().parents[2] / "configs/suite/perplexity.yaml"
@@ -118,38 +119,23 @@ def test_the_default_reads_the_whole_validation_split(
     config = PerplexityConfig(**(suite | {"lengths": [32, 256, 4096], "bucket": 16}))
     assert config.layout == "packed" and config.documents is None and config.scan is None
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=SuiteConfig("perplexity", config))
-    folder, record = evaluate(config, progress=False)
-    result = record["perplexity"]["validation"]
+    _, result = evaluate(config, progress=False)
     held_out = [document for document in validation_documents(run_data(run)) if len(document)]
     tokens = sum(map(len, held_out)) + len(held_out) - 1
-    size = 256 if least == 4 else 64
-    assert tokens - size < result["data"]["tokens"] <= tokens  # but for what fills no sequence
-    rows = {row["length"]: row for row in result["lengths"]}
-    row = rows[record["trained_length"]]
-    longest = max(rows)
-    assert longest == (256 if least == 4 else 64) and result["not_reached"][-1] == 4096
-    assert row["sequences"] == result["data"]["tokens"] // 64 and row["documents"] == len(row["losses"])
-    assert sum(row["targets"]) == result["data"]["tokens"]
-    assert sum(rows[longest]["targets"]) == result["data"]["tokens"] and sum(rows[32]["targets"]) < tokens
-    assert ("own_sequences" in row) == (longest > 64) and "own_sequences" not in rows[32]
+    losses = {score.length: score for score in result.scores if score.metric == "loss"}
+    size = max(losses)
+    assert size == (256 if least == 4 else 64)
+    read = losses[64].sequences * 64
+    assert tokens - size < read <= tokens  # without the end, which does not fill a sequence
+    assert sum(losses[64].weights) == sum(losses[size].weights) == read and sum(losses[32].weights) < tokens
 
     stream = [t for document in held_out for t in (tokenizer.eos_token_id, *document.tolist())]
-    starts = range(1, result["data"]["tokens"] + 1, 64)
+    starts = range(1, read + 1, 64)
     total = sum(token_losses(scholar, [tokenizer.eos_token_id, *stream[i : i + 64]]).sum() for i in starts)
-    assert row["loss"] == pytest.approx(total / result["data"]["tokens"], abs=1e-4)
-    size = sum(token != tokenizer.eos_token_id for token in stream[1 : result["data"]["tokens"] + 1])
-    assert row["bits_per_byte"] == pytest.approx(total / np.log(2) / size, abs=1e-4)  # a token is a byte
-    text = (folder / "table.md").read_text()
-    assert f"| {row['bits_per_byte']:.4f} |" in text and "bits per byte" in text
-    assert "The documents fill too few sequences of" in text and "4096 tokens." in text
-    assert record["metrics"]["eval/validation/bits_per_byte_64"] == row["bits_per_byte"]
-
-
-def test_several_sets_of_files(run: Path, corpus: Path, tmp_path: Path) -> None:
-    suite = perplexity_suite(sets=[str(corpus), f"{corpus.parent}/*.jsonl"], documents=5)
-    _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
-    file, pattern = record["perplexity"]["documents"], record["perplexity"][corpus.parent.name]
-    assert file == pattern and file["lengths"][0]["documents"] == 5
+    assert losses[64].value == pytest.approx(total / read, abs=1e-4)
+    count = sum(token != tokenizer.eos_token_id for token in stream[1 : read + 1])  # a token is a byte
+    bits = value(result, "validation", "bits_per_byte", 64)
+    assert bits == pytest.approx(total / math.log(2) / count, abs=1e-4)
 
 
 def test_each_panel_has_all_documents_that_reach_it(
@@ -159,21 +145,20 @@ def test_each_panel_has_all_documents_that_reach_it(
     documents = [np.random.default_rng(n).integers(3, 259, n) for n in (20, 39, 40, 63, 64, 70, 90)]
     monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: (d for d in documents))
     suite = perplexity_suite(sets=["w.jsonl"], lengths=[16, 64, 96], panels=[16, 40, 64, 999], bucket=16)
-    _, record = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
-    result = record["perplexity"]["w"]
+    _, result = evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
     losses = [token_losses(scholar, [tokenizer.eos_token_id, *document]) for document in documents]
-    for panel, end in (("16", 16), ("40", 40), ("64", 64), ("999", 64)):
+    curves = {curve.length: curve for curve in result.curves if curve.metric == "perplexity"}
+    for panel, end in ((16, 16), (40, 40), (64, 64), (999, 64)):
         reaching = [row for row in losses if len(row) >= end]
-        points = result["panels"][panel]
-        assert points[-1]["end"] == end and {p["documents"] for p in points} == {len(reaching)}
-        for point in points:
-            mean = np.mean([row[point["start"] : point["end"]].mean() for row in reaching])
-            assert point["loss"] == pytest.approx(mean, abs=1e-4)
-    assert [points[0]["documents"] for points in result["panels"].values()] == [7, 5, 3, 3]
-    assert result["positions"] == result["panels"]["64"] and result["not_reached"] == [96]
+        curve = curves[panel]
+        assert curve.edges[-1] == end and curve.sequences == len(reaching)
+        for a, b, found in zip(curve.edges, curve.edges[1:], curve.value, strict=False):
+            mean = np.mean([row[a:b].mean() for row in reaching])
+            assert math.log(found) == pytest.approx(mean, abs=1e-4)
+    assert [curve.sequences for curve in curves.values()] == [7, 5, 3, 3]
 
 
-def test_what_was_read_ahead_is_let_go(run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_text_that_was_read_ahead_is_freed(run: Path, tmp_path: Path, monkeypatch) -> None:
     stream = (np.full(90, 5) for _ in range(9))
     monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: stream)
     held = []
@@ -183,91 +168,82 @@ def test_what_was_read_ahead_is_let_go(run: Path, tmp_path: Path, monkeypatch) -
     assert held == [None]
 
 
-def test_finished_parts_are_not_run_again(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_set_that_cannot_be_read_costs_only_itself_and_others_are_not_read_again(
+    run: Path, corpus: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Missing, empty, too short, or without the column."""
     calls = []
     real = sweep_module.loss_table
     monkeypatch.setattr(sweep_module, "loss_table", lambda *a, **k: calls.append(1) or real(*a, **k))
-    sets = [str(corpus), str(tmp_path / "absent.jsonl")]
-    config = EvalConfig(str(run), str(tmp_path / "out"), suite=perplexity_suite(sets=sets))
-    _, partial = evaluate(config, progress=False)
-    assert "absent.jsonl" in partial["perplexity"]["absent"]["error"] and len(calls) == 1
-    del config.suite.perplexity.sets[1]
-    _, first = evaluate(config, progress=False)
-    assert len(calls) == 1  # kept from the call that failed
+    rows = {"empty": "", "short": '{"text": "x"}\n', "other": '{"body": "x"}\n'}
+    for name, text in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    lost = [str(tmp_path / f"{name}.jsonl") for name in (*rows, "absent")]
+    config = EvalConfig(str(run), str(tmp_path / "out"), suite=perplexity_suite(sets=[*lost, str(corpus)]))
+    folder, first = evaluate(config, progress=False)
+    assert first.errors.keys() == {*rows, "absent"} and {s.data for s in first.scores} == {"documents"}
+    assert "no document of short has 16 tokens" in first.errors["short"]
+    assert "no column 'text' (it has body)" in first.errors["other"]
+    assert f"suite.perplexity.sets={lost[-1]}: no such file" in first.errors["absent"]
+    assert "absent could not run" in (folder / "table.md").read_text()
+    count = len(calls)
+    config.suite.perplexity.sets = [str(corpus)]
+    _, again = evaluate(config, progress=False)
+    assert again.scores == first.scores and len(calls) == count  # kept from the call that failed
     config.suite.perplexity.bucket = 8
-    _, second = evaluate(config, progress=False)
-    assert len(calls) == 2  # another question
+    evaluate(config, progress=False)
+    assert len(calls) == count + 1  # another request
     part = tmp_path / "out/parts/perplexity-documents.json"
     part.write_text(part.read_text()[:30])
     evaluate(config, progress=False)
-    assert len(calls) == 3  # what a crash cut short is run again
-    pairs = zip(
-        first["perplexity"]["documents"]["lengths"], second["perplexity"]["documents"]["lengths"], strict=True
-    )
-    assert all(a["loss"] == pytest.approx(b["loss"]) for a, b in pairs)
+    assert len(calls) == count + 2  # a file that a crash cut short
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer_config.json"])
-def test_new_weights_or_another_tokenizer_are_another_checkpoint(
-    name: str, build_model, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(b"12")
-    first = _checkpoint_stamp(tmp_path, build_model())
-    (tmp_path / name).write_bytes(b"123")
-    assert first and _checkpoint_stamp(tmp_path, build_model()) != first
+def test_results_of_another_model_are_not_written_over(run: Path, corpus: Path, tmp_path: Path) -> None:
+    """New weights of the same run, or a tokenizer, are another checkpoint, whose results replace the old."""
+    first, other = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(run, first)
+    shutil.copytree(run, other)
+    config = EvalConfig(str(first), str(tmp_path / "out"), suite=perplexity_suite(sets=[str(corpus)]))
+    _, before = evaluate(config, progress=False)
+    (first / "hf/step-0000080/tokenizer_config.json").touch()
+    _, after = evaluate(config, progress=False)
+    assert after.files != before.files
+    (other / "hf/step-0000080/tokenizer_config.json").touch()
+    config.checkpoint = str(other)
+    with pytest.raises(ValueError, match=rf"holds results of {first}/hf/step-0000080, not of {other}"):
+        evaluate(config, progress=False)
 
 
-def test_results_of_another_checkpoint_are_not_written_over(tmp_path: Path) -> None:
-    def identity(name: str, stamp: int) -> dict:
-        return {"checkpoint": name, "files": [["model.safetensors", 12, stamp]]}
-
-    first, other = identity("runs/a/hf/step-0000100", 1), identity("runs/b/hf/step-0000100", 2)
-    check_checkpoint(tmp_path, first, Path("runs/a"))
-    (tmp_path / "results.json").write_text(json.dumps(first))
-    check_checkpoint(tmp_path, identity("runs/a/hf/step-0000200", 3), Path("runs/a"))  # trained on
-    check_checkpoint(tmp_path, identity(str(Path("runs/a/hf/step-0000100").absolute()), 1), None)
-    with pytest.raises(ValueError, match="holds results of runs/a/hf/step-0000100, not of runs/b"):
-        check_checkpoint(tmp_path, other, Path("runs/b"))
-    (tmp_path / "results.json").write_text('{"check')
-    check_checkpoint(tmp_path, other, Path("runs/b"))
-
-
-@pytest.mark.parametrize("place", [".", "hf/step-0000080", "checkpoints/step-0000080"])
+@pytest.mark.parametrize("place", [".", "hf/step-0000080"])
 def test_nothing_is_written_among_the_files_of_a_run(place: str, run: Path, tmp_path: Path) -> None:
-    """Refused before the checkpoint, which does not exist, is looked for. Folders in a run are fine."""
+    """The output is checked before the checkpoint. Folders in a run are fine."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    (copy / "checkpoints/step-0000080").mkdir(parents=True)
-    (copy / "checkpoints/step-0000080/manifest.json").touch()
     before = sorted(copy.rglob("*"))
     suite = perplexity_suite(sets=["absent.jsonl"])
     for command in (evaluate, evaluate_expressivity):
-        with pytest.raises(ValueError, match="output"):
+        with pytest.raises(ValueError, match="holds a run or a model"):
             command(EvalConfig(str(tmp_path / "absent"), str(copy / place), suite=suite))
-    with pytest.raises(ValueError, match="output"):
+    with pytest.raises(ValueError, match="holds a run or a model"):
         write_comparison(copy / place, ["a", "b"])
     assert sorted(copy.rglob("*")) == before
-    for inside in ("eval/mine", "eval"):
-        check_output(copy / inside)
+    check_output(copy / "eval/mine")
 
 
-def test_a_new_commit_on_the_hub_is_another_checkpoint(build_model) -> None:
-    model = build_model()
-    model.config._commit_hash = "abc"
-    assert _checkpoint_stamp("user/model", model) == ["abc"]
+def test_an_output_folder_belongs_to_one_evaluation(run: Path, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = EvalConfig(str(run), str(out), suite=perplexity_suite(sets=[str(corpus)]))
+    with output_lock(out), pytest.raises(ValueError, match=f"another evaluation writes {out}"):
+        evaluate(config, progress=False)
+    assert not (out / "results.json").exists()
 
 
 def test_models_are_named_from_within_their_folders(run: Path, tmp_path: Path, monkeypatch) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "config.json").touch()
-    for folder, name in ((run, "first/step-0000080"), (run / "hf/step-0000080", "first/step-0000080"),
-                         (alone, "alone")):  # fmt: skip
-        monkeypatch.chdir(folder)
-        assert _name(resolve_checkpoint(".")) == name
     unnamed = SimpleNamespace(output=None, suite=SimpleNamespace(name="recall"))
-    assert output_folder(unnamed, Path(".")).parent == Path("evaluations/alone")
-    assert _name("user/model") == "user/model"
+    monkeypatch.chdir(tmp_path)
+    assert output_folder(unnamed, Path(".")).parent == Path("evaluations") / tmp_path.name
+    assert output_folder(unnamed, run / "hf/step-0000080").parent == run / "eval"
 
 
 def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path) -> None:
@@ -276,57 +252,52 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
     (folder / "lost.jsonl").rename(folder / "found.jsonl")
     suite = SuiteConfig(name="tasks", tasks=["quiz", "lost"], include_path=str(folder), limit=8)
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=suite)
-    _, record = evaluate(config, progress=False)
-    assert record["tasks"]["quiz"]["scores"]["quiz"]["acc"] == 1.0 and "error" in record["tasks"]["lost"]
-    text = markdown([record])
-    assert "| quiz | acc | 1.0000 | 0.0000 | 0.250 | 8 | 0 |" in text and "| lost | could not run" in text
-    assert "Only the first 8 examples" in text
-    assert record["window"] == record["trained_length"]  # what `suite.max_length` means where it is not given
+    _, result = evaluate(config, progress=False)
+    assert value(result, "quiz", "acc") == 1.0 and result.errors.keys() == {"lost"}
+    assert result.window == result.trained_length  # what `suite.max_length=null` means
+    text = (tmp_path / "out/table.md").read_text()
+    assert "| quiz | acc | 1.0000 | 0.0000 | 0.2500 | 8 |" in text and "lost could not run" in text
+    assert (tmp_path / "out/tasks.png").is_file() and "suite.limit=8" in text
     (folder / "found.jsonl").rename(folder / "lost.jsonl")
-    _, record = evaluate(config, progress=False)
-    assert record["tasks"]["lost"]["scores"]["lost"]["acc"] == 1.0
+    _, result = evaluate(config, progress=False)
+    assert value(result, "lost", "acc") == 1.0 and not result.errors
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (EvalConfig(), "give checkpoint=RUN"),
-        (EvalConfig("absent"), "absent does not exist"),
-        (EvalConfig("RUN", dtype="int4"), "dtype=int4 must be one of"),
+        (EvalConfig("absent", suite=perplexity_suite()), "absent does not exist"),
+        (EvalConfig("RUN", dtype="int4", suite=perplexity_suite()), "dtype=int4 must be one of"),
         (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "suite.tasks is empty"),
-        (EvalConfig("RUN", f"{__file__}/out", suite=perplexity_suite()), "test_evaluate.py is no folder"),
+        (EvalConfig("RUN", f"{__file__}/out", suite=perplexity_suite()), "test_evaluate.py is not a folder"),
     ],
 )
 def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) -> None:
     if config.checkpoint:
         config.checkpoint = config.checkpoint.replace("RUN", str(run))
-    if not config.suite.tasks and config.suite.perplexity is None and message.startswith(("dtype", "absent")):
-        config.suite = perplexity_suite()
     with pytest.raises(ValueError, match=message):
         evaluate(config, progress=False)
 
 
 def test_faults_are_reported_together() -> None:
-    suite = perplexity_suite(bucket=0, chunk=0, sets=["a/web.jsonl", "b/web.parquet"])
-    suite.batch_size, suite.limit, suite.num_fewshot = "many", 0, -1
-    errors = find_errors(suite, "suite.")
-    assert [error.split("=")[0] for error in errors] == [
-        "suite.num_fewshot",
-        "suite.limit",
-        "suite.perplexity.bucket",
-        "suite.perplexity.chunk",
-    ]
-    sets = perplexity_suite(sets=["a/web.jsonl", "b/web.parquet"])
-    assert "named web: rename a file" in find_errors(sets, "suite.")[0]
+    suite = perplexity_suite(bucket=0, chunk=0)
+    suite.limit, suite.num_fewshot = 0, -1
+    text = "\n".join(find_errors(suite, "suite."))
+    for key in ("num_fewshot", "limit", "perplexity.bucket", "perplexity.chunk"):
+        assert f"suite.{key}" in text
+    (line,) = find_errors(perplexity_suite(sets=["a/web.jsonl", "b/web.parquet"]), "suite.")
+    assert "several sets named web" in line
 
 
-def test_a_full_disk_is_named(run: Path, corpus: Path, tmp_path: Path, monkeypatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(run_module, "write_report", full)
-    config = EvalConfig(str(run), str(tmp_path / "out"), suite=perplexity_suite(sets=[str(corpus)]))
-    with pytest.raises(OSError) as failure:
-        evaluate(config, progress=False)
-    assert failure.value.filename == str(tmp_path / "out")
-    assert (tmp_path / "out/parts/perplexity-documents.json").is_file()
+def test_names_end_before_known_endings_only(tmp_path: Path, monkeypatch) -> None:
+    names = {
+        "v1.0-web.jsonl": "v1.0-web",
+        "a/v1.0-code.jsonl.gz": "v1.0-code",
+        "web.v2.parquet": "web.v2",
+        "v1.0/*.jsonl": "v1.0",
+        "corpus.v3": "corpus.v3",
+    }
+    assert {path: set_name(path) for path in names} == names
+    monkeypatch.chdir(tmp_path)
+    assert set_name(".") == set_name("*.jsonl") == tmp_path.name

@@ -16,12 +16,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from fla_train.eval import harness
-from fla_train.eval.__main__ import main as command_line
-from fla_train.eval.harness import FlaTrainLM, run_tasks
+from fla_train.eval.harness import FlaTrainLM
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.models import modeling
-from tests.eval.conftest import CHOICES, RECITE, ROLLING, short_of_memory, token_losses
+from tests.eval.conftest import CHOICES, RECITE, ROLLING, short_of_memory, token_losses, value
 
 PAIRS = [
     ("The sky is", " blue"),
@@ -73,7 +72,7 @@ def test_a_bf16_model_has_its_log_likelihoods_in_fp32(tokenizer, scholar) -> Non
 
 @pytest.mark.parametrize("add_bos", [None, True])
 def test_texts_are_encoded_as_by_lm_eval(tokenizer, scholar, monkeypatch, add_bos: bool | None) -> None:
-    """All at once and a shared context once, yet the same ids; what it has to look at itself it does."""
+    """All at once and a shared context once, with the same ids."""
     odd = [("ends in blanks  ", "x"), ("The sky is", " green"), (f"{tokenizer.bos_token}begins", " so")]
     asked = requests("loglikelihood", PAIRS + odd)
     seen, texts = [], []
@@ -167,7 +166,7 @@ def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, 
     assert FlaTrainLM(scholar, tokenizer).prefix_token_id == tokenizer.bos_token_id
 
 
-def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tokenizer) -> None:
+def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tokenizer, run_tasks) -> None:
     draw = random.Random(1)
     shuffled = [row | {"answer": draw.randrange(4)} for row in quiz]
     write_task("quiz", quiz, **CHOICES)
@@ -176,57 +175,44 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
     write_task("texts", texts, **ROLLING)
     folder = write_task("recite", quiz, **RECITE)
     lm = FlaTrainLM(scholar, tokenizer, batch_size=3)
-    results = run_tasks(lm, ["quiz", "shuffled", "texts", "recite"], include_path=folder, bootstrap_iters=9)
-
-    assert results["quiz"]["scores"]["quiz"]["acc"] == 1.0
+    result = run_tasks(lm, ["quiz", "shuffled", "texts", "recite"], include_path=folder)
+    assert not result.errors and value(result, "quiz", "acc") == 1.0
+    score = result.find("tasks", "quiz", "acc")
+    assert score.documents == len(quiz) and score.chance == 0.25 and score.higher_is_better
     pairs = zip(quiz, shuffled, strict=True)
     agree = sum(row["answer"] == other["answer"] for row, other in pairs) / len(quiz)
-    assert agree < 0.5 and results["shuffled"]["scores"]["shuffled"]["acc"] == agree
-    assert results["quiz"]["scores"]["quiz"]["examples"] == len(quiz)
+    assert agree < 0.5 and value(result, "shuffled", "acc") == agree
 
     ids = [[lm.prefix_token_id, *tokenizer.encode(row["text"], add_special_tokens=False)] for row in texts]
-    loss, words = (
-        sum(token_losses(scholar, row).sum() for row in ids),
-        sum(len(row["text"].split()) for row in texts),
-    )
-    perplexity = results["texts"]["scores"]["texts"]["word_perplexity"]
-    assert perplexity == pytest.approx(math.exp(loss / words), rel=1e-3)
+    loss = sum(token_losses(scholar, row).sum() for row in ids)
+    words = sum(len(row["text"].split()) for row in texts)
+    assert value(result, "texts", "word_perplexity") == pytest.approx(math.exp(loss / words), rel=1e-3)
 
     # "green" and "pink" are cut at the stop string, "n": the score says that stopping works.
     wrong = sum("n" in row["choices"][row["answer"]] for row in quiz) / len(quiz)
-    recited = results["recite"]["scores"]["recite"]
-    assert recited["exact_match_word"] == 1 - wrong
-    spread = math.sqrt(wrong * (1 - wrong) / (len(quiz) - 1))
-    assert recited["exact_match_word_stderr"] == pytest.approx(spread)
+    recited = result.find("tasks", "recite", "exact_match_word")
+    assert recited.value == 1 - wrong and recited.chance == 0.0
+    assert recited.stderr == pytest.approx(math.sqrt(wrong * (1 - wrong) / (len(quiz) - 1)))
 
 
-def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, monkeypatch) -> None:
+def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, run_tasks, monkeypatch) -> None:
+    """Their examples are drawn by the seed."""
     folder = write_task("quiz", quiz, **CHOICES, fewshot_split="test")
-    lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
-    seen = []
+    lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=200)
+    seen, prints = [], []
     loglikelihood = lm.loglikelihood
     monkeypatch.setattr(lm, "loglikelihood", lambda reqs, **k: seen.extend(reqs) or loglikelihood(reqs, **k))
-    results = run_tasks(lm, ["quiz"], include_path=folder, limit=2, num_fewshot=2, bootstrap_iters=0)
-    assert results["quiz"]["scores"]["quiz"]["num_fewshot"] == 2
-    assert all(request.args[0].count("\n\n") == 2 for request in seen) and len(seen) == 8
-
-
-def test_git_does_not_complain_outside_a_checkout(
-    write_task, quiz, scholar, tokenizer, tmp_path, monkeypatch, capfd
-) -> None:
-    folder = write_task("quiz", quiz, **CHOICES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    lm = FlaTrainLM(scholar, tokenizer, batch_size=4)
-    results = run_tasks(lm, ["quiz"], include_path=folder, limit=1, bootstrap_iters=0)
-    assert "scores" in results["quiz"]
-    assert "fatal" not in capfd.readouterr().err
+    for seed in (1, 1, 2):
+        result = run_tasks(lm, ["quiz"], include_path=folder, limit=2, num_fewshot=2, seed=seed)
+        prints.append(result.find("tasks", "quiz", "acc").fingerprint)
+    assert all(request.args[0].count("\n\n") == 2 for request in seen) and len(seen) == 3 * 8
+    assert prints[0] == prints[1] != prints[2] and any("2 examples" in note for note in result.notes)
 
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.long
 def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_path) -> None:
-    """Its old form without `run`, too; data from a mirror, which holds no training rows."""
+    """Its old form without `run`; data from a mirror without training rows."""
     export_model(scholar, tokenizer, tmp_path / "run/hf/step-0000001", CardInfo(seq_len=48))
     folder = write_task("quiz", quiz, **CHOICES, dataset_path="someone/quiz", dataset_kwargs={})
     mirror = tmp_path / "mirror/someone/quiz"
@@ -245,17 +231,11 @@ def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_p
     assert json.loads(file.read_text())["results"]["quiz"]["acc,none"] == 1.0
 
 
-def test_a_mirror_that_is_no_folder(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("FLA_TRAIN_MIRROR", str(tmp_path / "absent"))
-    with pytest.raises(SystemExit, match=r"^error: FLA_TRAIN_MIRROR: mirror=.*absent is no folder"):
-        command_line()
-
-
-def test_unknown_task_and_folder(scholar, tokenizer, tmp_path, monkeypatch) -> None:
+def test_unknown_task_and_folder(scholar, tokenizer, run_tasks, tmp_path, monkeypatch) -> None:
     only_local = lambda include_path=None, **_: TaskManager(include_path=include_path, include_defaults=False)  # noqa: E731
-    monkeypatch.setattr(harness, "TaskManager", only_local)  # lm-eval's own take seconds to index
+    monkeypatch.setattr(harness, "TaskManager", only_local)  # lm-eval's tasks take seconds to index
     lm = FlaTrainLM(scholar, tokenizer)
-    with pytest.raises(ValueError, match="lm-eval knows no task riddles"):
+    with pytest.raises(ValueError, match="lm-eval has no task riddles"):
         run_tasks(lm, ["riddles"], include_path=tmp_path)
-    with pytest.raises(ValueError, match=r"suite\.include_path=.*absent is no folder"):
+    with pytest.raises(ValueError, match=r"suite\.include_path=.*absent is not a folder"):
         run_tasks(lm, ["riddles"], include_path=tmp_path / "absent")

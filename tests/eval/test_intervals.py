@@ -1,4 +1,4 @@
-"""Clustered standard errors and intervals against plain statistics, and what has no interval."""
+"""Clustered standard errors and intervals against plain statistics."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from fla_train.eval.intervals import Estimate, Mean, degrees_of_freedom
+from fla_train.eval.intervals import Estimate, Mean, degrees_of_freedom, proportion_interval
 
 
 def test_documents_of_equal_length_have_the_error_of_a_mean_and_the_quantile_of_t() -> None:
@@ -54,23 +54,28 @@ def test_degrees_of_freedom_from_the_eigenvalues_of_the_error(weights: list) -> 
 
 
 @pytest.mark.parametrize(
-    ("sums", "weights", "reason"),
-    [
-        ([4.0], [2.0], "one document"),
-        ([4.0, 0.0], [2.0, 0.0], "one document"),
-        ([4.0, math.inf], [2.0, 2.0], "infinite loss"),
-    ],
+    ("sums", "weights"),
+    [([4.0], [2.0]), ([4.0, 0.0], [2.0, 0.0]), ([4.0, math.inf], [2.0, 2.0])],
 )
-def test_no_interval_rather_than_a_wrong_one(sums: list, weights: list, reason: str) -> None:
-    estimate = Estimate.of(np.array(sums), np.array(weights), None, 1)
-    assert estimate.mean.interval is None and estimate.mean.no_interval == reason
-    numbers = estimate.numbers()
-    assert numbers["low"] is None and numbers["stderr"] is None and numbers["no_interval"] == reason
-    assert numbers["bits_per_byte"] is None
+def test_no_interval_rather_than_a_wrong_one(sums: list, weights: list) -> None:
+    """One document, or an infinite loss."""
+    values = Estimate.of(np.array(sums), np.array(weights), None, 1).values()
+    assert values.keys() == {"loss", "perplexity"} and math.isfinite(values["perplexity"].value)
+    assert all(v.low is None and v.stderr is None for v in values.values())
+
+
+def test_interval_of_a_proportion() -> None:
+    """Wilson (1927) by hand: z^2 / (n + z^2) for no success; symmetric."""
+    square = 1.959963984540054**2
+    assert proportion_interval(0, 10) == pytest.approx((0.0, square / (10 + square)))
+    assert proportion_interval(10, 10) == pytest.approx((10 / (10 + square), 1.0))
+    low, high = proportion_interval(5, 10)
+    assert low + high == pytest.approx(1.0)
+    assert high - 0.5 == pytest.approx(0.5 * (square / (10 + square)) ** 0.5)
 
 
 def test_bits_per_byte() -> None:
-    """Of 800 bits over 400 bytes and of 300 over 100: 2.2 bits a byte, whatever the tokens."""
+    """800 bits over 400 bytes and 300 over 100 are 2.2 bits per byte, whatever the tokens."""
     nats = np.array([800.0, 300.0]) * math.log(2)
     for targets in ([100, 25], [10, 90]):
         estimate = Estimate.of(nats, np.array(targets), np.array([400, 100]), 2)
@@ -80,8 +85,8 @@ def test_bits_per_byte() -> None:
 @pytest.mark.parametrize("count", [16, 128])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_intervals_cover_the_mean_of_a_population(count: int, skewed: bool) -> None:
-    """2,000 draws from documents of lognormal length (median 450 tokens, sigma 1.1), each with a loss of its
-    own (standard deviation 0.45 nats, lower by 0.15 per e-fold of length): at least 93% are to hold the mean.
+    """2,000 draws from documents of lognormal length (median 450 tokens, sigma 1.1), with losses that differ
+    (standard deviation 0.45 nats, lower by 0.15 per e-fold of length): at least 93% are to hold the mean.
     """
     draw, size = np.random.default_rng(0), 100_000
     tokens = np.clip(np.exp(draw.normal(math.log(450), 1.1, size)), 16, 60_000).round()

@@ -1,4 +1,4 @@
-"""The length-extrapolation suite: how documents are packed, the papers' sets, what the state does."""
+"""The length-extrapolation suite: how documents are packed, and the papers' sets."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,11 +17,10 @@ from fla_train.eval.documents import fingerprint, packed, recut
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
-from fla_train.eval.states import effective_rank, positions_up_to, state_statistics
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
-from tests.eval.conftest import token_losses
+from tests.eval.conftest import token_losses, value
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {  # a row of each set with the Hub's columns, and the document it makes
@@ -61,7 +61,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_suite_holds_the_papers_sets_and_panels() -> None:
     loaded = OmegaConf.load(ROOT / "configs/suite/length_extrapolation.yaml")
-    config = PerplexityConfig(**loaded.perplexity)
+    config = PerplexityConfig(**OmegaConf.to_container(loaded.perplexity))
     assert list(config.sets) == list(PAPER_SETS) and list(config.panels) == [4096, 16384, 32768]
     assert max(config.lengths) == 32768 and config.layout == "packed"
     assert not find_errors(SuiteConfig(name=loaded.name, perplexity=config), "suite.")
@@ -132,43 +132,35 @@ def test_fingerprint_tells_tokens_and_bounds_apart() -> None:
 def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path) -> None:
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=32))
     (mirror / "codeparrot").rename(mirror / "away")
-    note = mirror / "lighteval/MATH-Hard/default/NOTE.txt"
-    note.write_text("only easy\nones\n")
     perplexity = PerplexityConfig(
         sets=["codeparrot", "math_hard"], layout="packed", lengths=[32, 128], panels=[64, 128, 4096],
-        bucket=16, documents=2, state_documents=1,
+        bucket=16, documents=2,
     )  # fmt: skip
     config = EvalConfig(
         str(checkpoint), str(tmp_path / "out"), str(mirror), suite=SuiteConfig("long", perplexity)
     )
-    _, record = evaluate(config, progress=False)
-    assert record["perplexity"]["codeparrot"]["error"].startswith(
-        "data set codeparrot/codeparrot-clean-valid is"
-    )
-    assert record["perplexity"]["codeparrot"]["missing"]
-    result = record["perplexity"]["math_hard"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        _, result = evaluate(config, progress=False)
+    assert result.errors["codeparrot"].startswith("data set codeparrot/codeparrot-clean-valid cannot be read")
+    assert "hf download" in result.errors["codeparrot"]
     ids = []
     for text in [ROWS["math_hard"][1]] * 40:
         ids += [tokenizer.eos_token_id, *tokenizer.encode(text, add_special_tokens=False)]
     losses = token_losses(scholar, ids[:129])  # of the first sequence
-    row = result["lengths"][1]
-    targets = row["targets"][0]  # of the first document, with the separator after it
+    loss = result.find("perplexity", "math_hard", "loss", 128)
+    targets = loss.weights[0]  # of the first document, with the separator after it
     assert targets == len(tokenizer.encode(ROWS["math_hard"][1], add_special_tokens=False)) + 1
-    assert row["losses"][0] == pytest.approx(losses[:targets].mean(), abs=1e-4)
-    assert row["sequences"] == 2 and row["documents"] == len(row["losses"]) == -(-256 // targets)
-    per_byte = row["loss"] / math.log(2) * targets / (targets - 1)  # a token is a byte, a separator none
-    assert row["bits_per_byte"] == pytest.approx(per_byte, rel=5e-3)
-    assert result["data"]["sequences"] == 2 and result["data"]["tokens"] == 256
-    assert result["states"]["positions"] == [64, 128] and result["states"]["documents"] == 1
+    assert loss.by_document[0] == pytest.approx(losses[:targets].mean(), abs=1e-4)
+    assert loss.sequences == 2 and loss.documents == len(loss.by_document) == -(-256 // targets)
+    per_byte = loss.value / math.log(2) * targets / (targets - 1)  # a token is a byte, a separator none
+    assert value(result, "math_hard", "bits_per_byte", 128) == pytest.approx(per_byte, rel=5e-3)
+    assert {curve.length: curve.edges[-1] for curve in result.curves} == {64: 64, 128: 128, 4096: 128}
     drawn = {file.name for file in (tmp_path / "out").iterdir()}
-    for name in ("perplexity", "length_extrapolation", "states"):
-        assert {f"{name}.png", f"{name}.pdf"} <= drawn
-    text = (tmp_path / "out/table.md").read_text()
-    assert "## Perplexity, math_hard †" in text and "\n† math_hard: only easy ones.\n" in text
+    assert {"perplexity.png", "perplexity.pdf", "table.md", "table.csv", "table.tex"} <= drawn
     (mirror / "away").rename(mirror / "codeparrot")
-    _, record = evaluate(config, progress=False)
-    assert record["perplexity"]["codeparrot"]["lengths"] and record["perplexity"]["math_hard"] == result
-    note.unlink()
+    _, again = evaluate(config, progress=False)
+    assert not again.errors and [s for s in again.scores if s.data == "math_hard"] == result.scores
 
 
 def test_a_set_whose_rows_lack_a_column(mirror: Path, tokenizer, tmp_path: Path) -> None:
@@ -179,64 +171,6 @@ def test_a_set_whose_rows_lack_a_column(mirror: Path, tokenizer, tmp_path: Path)
         list(hub_documents(PAPER_SETS["math_hard"], tokenizer, tmp_path))
 
 
-def test_positions() -> None:
-    assert positions_up_to(300) == [64, 128, 256, 300] and positions_up_to(256) == [64, 128, 256]
-    assert positions_up_to(64) == [64] and positions_up_to(5) == [5] and positions_up_to(127) == [64, 127]
-
-
-def test_effective_rank() -> None:
-    q = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
-    assert effective_rank(q).item() == pytest.approx(6)
-    assert effective_rank(torch.outer(q[0], q[1])).item() == pytest.approx(1, abs=1e-6)
-    values = torch.tensor([3.0, 1.0]).double()
-    expected = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert effective_rank(q[:, :2] * values @ q[:2]).item() == pytest.approx(expected)
-    assert effective_rank(torch.zeros(2, 3, 4)).tolist() == [0, 0]
-    lost = torch.stack([q, q * math.inf, q * math.nan])  # of a model that overflows: no reason to stop
-    assert effective_rank(lost)[0].item() == pytest.approx(6) and effective_rank(lost)[1:].isnan().all()
-
-
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_state_statistics_against_the_recurrence(build_model, chunk: int) -> None:
-    """Norms from a loop over single tokens; histograms from the gates of one forward pass."""
-    model = build_model(initializer_range=0.3, allow_neg_eigval=True).double().eval()
-    draw = np.random.default_rng(0)
-    documents = [draw.integers(3, 320, size=n).tolist() for n in (24, 31)]
-    found = state_statistics(model, documents, [8, 24], prefix=[2], chunk=chunk)
-    ids = torch.tensor([[2, *document[:24]] for document in documents])
-    seen = []
-    hook = model.model.layers[1].attn.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    cache = None
-    with torch.no_grad():
-        for t in range(25):
-            cache = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).past_key_values
-            if t == 8:
-                early = cache.layers[1].recurrent_states[0].clone()
-        beta, g = model.model.layers[1].attn.gates(torch.cat(seen, 1))  # [2, 25, N, H], [2, 25, H]
-    hook.remove()
-    late = cache.layers[1].recurrent_states[0]
-    assert [row[1] for row in found["norm"]] == pytest.approx(
-        [state.flatten(2).norm(dim=-1).mean().item() for state in (early, late)]
-    )
-    assert found["effective_rank"][1][1] == pytest.approx(effective_rank(late).mean().item())
-    counts = np.histogram(beta[:, 9:].numpy(), bins=20, range=(0, 2))[0]
-    assert found["beta"][1][1] == pytest.approx(counts / counts.sum())
-    counts = np.histogram(g[:, 9:].exp().numpy(), bins=20, range=(0, 1))[0]
-    assert found["decay"][1][1] == pytest.approx(counts / counts.sum())
-    assert found["positions"] == [8, 24] and found["layers"] == [0, 1] and found["beta_max"] == 2
-
-
-def test_models_without_a_state_have_no_statistics(build_model) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
-    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **shape))
-    assert state_statistics(llama, [[1] * 9], [4]) is None
-    with pytest.raises(ValueError, match="at least 9 tokens"):
-        state_statistics(build_model(), [[1] * 5], [9])
-    assert state_statistics(build_model(), [[1] * 9], [9])["decay"] is not None
-
-
 def test_a_model_that_overflows_has_an_infinite_loss_and_loses_no_document(build_model) -> None:
     model = build_model().eval()
     with torch.no_grad():
@@ -244,4 +178,6 @@ def test_a_model_that_overflows_has_an_infinite_loss_and_loses_no_document(build
     table = loss_table(model, [[3] * 17, [3] * 12 + [7] * 5], (0, 8, 16))
     assert table.up_to(8).mean.documents == 2
     assert table.up_to(16).mean.value == math.inf and table.up_to(16).mean.stderr is None
-    assert math.isfinite(table.up_to(16).numbers()["perplexity"]) and math.isfinite(table.up_to(8).losses[0])
+    assert math.isfinite(table.up_to(16).values()["perplexity"].value) and math.isfinite(
+        table.up_to(8).losses[0]
+    )

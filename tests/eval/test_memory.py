@@ -1,4 +1,4 @@
-"""What a sweep keeps in memory: 4 bytes for a token, and nothing of what it has read beyond."""
+"""Memory of a sweep: 4 bytes for a token, and nothing for text that was cut off."""
 
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ VOCABULARY = 512
 
 
 class Still:
-    """A model that finds all tokens equally likely: what is left is the memory of the sweep itself."""
+    """A uniform model without memory, so that only the sweep uses memory."""
 
     dtype = torch.float32
 
@@ -41,7 +41,7 @@ def peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("size", [1_000, 400_000])  # many documents, and one that is longer than all lengths
 @pytest.mark.parametrize("read", [packed, longest])
 def test_a_longer_context_costs_its_tokens(size: int, read: Callable) -> None:
-    """Of ids above 256: Python keeps no numbers of that size ready, and each would take 36 bytes."""
+    """Ids are above 256, because Python shares smaller numbers; others need 36 bytes each."""
     source = np.arange(400_000) % (VOCABULARY - 257) + 257
     prefix = [1]
 

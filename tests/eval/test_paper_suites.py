@@ -1,8 +1,7 @@
-"""The papers' suites: lm-eval's own task definitions on a small mirror of the Hub, and the papers' table."""
+"""The papers' suites: lm-eval's task definitions on local copies of the data, and the papers' table."""
 
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +15,15 @@ from omegaconf import OmegaConf
 
 from fla_train.eval import harness
 from fla_train.eval.config import EvalConfig, SuiteConfig
-from fla_train.eval.harness import FlaTrainLM, run_tasks
-from fla_train.eval.mirror import DatasetUnavailable, hub_datasets
-from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, paper_cell, paper_row
+from fla_train.eval.harness import FlaTrainLM
+from fla_train.eval.paper import AVERAGE, HEADS, RECALL, ZERO_SHOT, paper_row, paper_table
+from fla_train.eval.result import EvalResult, Score
 from fla_train.eval.run import evaluate
-from fla_train.eval.tables import paper_heads, paper_markdown
+from fla_train.eval.sets import local_datasets
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
-from tests.eval.conftest import token_losses
+from tests.eval.conftest import token_losses, value
 
 ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = Path(lm_eval.tasks.__file__).parent
@@ -71,8 +70,8 @@ def splits(tmp_path_factory: pytest.TempPathFactory, quiz: list[dict]) -> Path:
 @pytest.fixture(scope="module")
 def mirror(splits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mirror")
-    done = build(splits, folder)
-    assert done.returncode == 0 and "based-fda is not in the mirror" in done.stdout
+    script = ROOT / "scripts/build_eval_mirror.py"
+    subprocess.run([sys.executable, script, splits, folder], check=True, capture_output=True)
     return folder
 
 
@@ -101,11 +100,6 @@ def lines(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def build(*arguments: Path) -> subprocess.CompletedProcess:
-    script = ROOT / "scripts/build_eval_mirror.py"
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
-
-
 def suite(tasks: list[str], **settings: object) -> SuiteConfig:
     return SuiteConfig(name="paper", tasks=tasks, batch_size="auto", **settings)
 
@@ -131,19 +125,25 @@ def test_scores_equal_a_direct_computation(
     mirror: Path, checkpoint: Path, scholar, tokenizer, tmp_path
 ) -> None:
     config = EvalConfig(str(checkpoint), str(tmp_path / "out"), str(mirror), suite=suite(TASKS))
-    _, record = evaluate(config, progress=False)
-    assert record["mirror"] == str(mirror) and record["paper_row"] == {}
-    scores = {name: record["tasks"][name]["scores"][name] for name in TASKS}
+    _, result = evaluate(config, progress=False)
+    assert not result.errors and paper_row(result) == {}
 
     values = [log_likelihood(scholar, tokenizer, "", text)[0] for text in DETOKENIZED]
     words = sum(len(page.strip().split()) + 2 for page in PAGES)  # the blanks at both ends count, upstream
-    assert scores["wikitext"]["word_perplexity"] == pytest.approx(math.exp(-sum(values) / words), rel=1e-4)
+    score = result.find("tasks", "wikitext", "word_perplexity")
+    assert score.value == pytest.approx(math.exp(-sum(values) / words), rel=1e-4)
+    # lm-eval gives no standard error for this one and the next.
+    assert math.exp(sum(score.by_document) / 2) == pytest.approx(score.value)
+    assert score.stderr == pytest.approx(score.value * abs(score.by_document[0] - score.by_document[1]) / 2)
+    score = result.find("tasks", "squad_completion", "contains")
+    assert score.value == 0.5 and score.by_document == [1, 0, 1, 0, 1, 0]  # every second label is wrong
+    assert score.stderr == pytest.approx(0.5 / math.sqrt(5)) and score.chance == 0.0
 
     pairs = [text.rpartition(" ") for text in LAMBADA]
     found = [log_likelihood(scholar, tokenizer, head, " " + tail) for head, _, tail in pairs]
     expected = math.exp(-sum(value for value, _ in found) / len(found))
-    assert scores["lambada_openai"]["perplexity"] == pytest.approx(expected, rel=1e-4)
-    assert scores["lambada_openai"]["acc"] == sum(greedy for _, greedy in found) / len(found)
+    assert value(result, "lambada_openai", "perplexity") == pytest.approx(expected, rel=1e-4)
+    assert value(result, "lambada_openai", "acc") == sum(greedy for _, greedy in found) / len(found)
 
     right = normed = 0
     for row in ARC:
@@ -153,75 +153,26 @@ def test_scores_equal_a_direct_computation(
         answer = row["choices"]["label"].index(row["answerKey"])
         right += values.index(max(values)) == answer
         normed += per_character.index(max(per_character)) == answer
-    assert scores["arc_easy"]["acc"] == right / 3 and scores["arc_easy"]["acc_norm"] == normed / 3
-    assert scores["arc_easy"]["num_fewshot"] == 0 and scores["arc_easy"]["examples"] == 3
-
-    # The model knows the answers, and every second label is wrong; lm-eval has no error for these two.
-    assert scores["squad_completion"]["contains"] == 0.5
-    assert scores["squad_completion"]["by_document"] == {"contains": [1, 0, 1, 0, 1, 0]}
-    assert scores["squad_completion"]["contains_stderr"] == pytest.approx(0.5 / math.sqrt(5))
-    values = scores["wikitext"]["by_document"]["word_perplexity"]
-    assert math.exp(sum(values) / 2) == pytest.approx(scores["wikitext"]["word_perplexity"])
-    spread = scores["wikitext"]["word_perplexity"] * abs(values[0] - values[1]) / 2
-    assert scores["wikitext"]["word_perplexity_stderr"] == pytest.approx(spread)
+    assert value(result, "arc_easy", "acc") == right / 3
+    assert value(result, "arc_easy", "acc_norm") == normed / 3
 
 
-def test_a_stand_in_is_marked_until_the_real_rows_are_there(
-    splits: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    some, mirror = tmp_path / "splits", tmp_path / "mirror"
-    some.mkdir()
-    (some / "squad_completion_proxy").symlink_to(splits / "squad_completion")
-    (some / "arc_easy").symlink_to(splits / "arc_easy")
-    assert build(some, mirror).returncode == 0
-    tasks = suite(["squad_completion", "arc_easy"], limit=2)
-    config = EvalConfig(str(checkpoint), str(tmp_path / "out"), str(mirror), suite=tasks)
-    _, record = evaluate(config, progress=False)
-    note = record["tasks"]["squad_completion"]["note"]
-    assert note.startswith("a stand-in of the same layout for hazyresearch/based-squad, not its own data")
-    assert "note" not in record["tasks"]["arc_easy"]
-    text = (tmp_path / "out/table.md").read_text()
-    assert re.search(r"\| squad_completion \| contains \| \d\.\d{4} † \|", text) and text.count(" † ") == 1
-    assert f"\n† squad_completion: {note}.\n" in text
-    (some / "squad_completion_proxy").rename(some / "squad_completion")
-    assert build(some, mirror).returncode == 0 and not list(mirror.rglob("NOTE.txt"))
-
-
-def test_few_shot_prompts_need_the_training_split(mirror: Path, scholar, tokenizer) -> None:
-    lm = FlaTrainLM(scholar, tokenizer)
-    results = run_tasks(lm, ["arc_easy"], mirror=mirror, num_fewshot=1, limit=1, bootstrap_iters=0)
-    assert "no documents available for sampling" in results["arc_easy"]["error"]
-    assert "Few-shot prompts need the task's training split." in results["arc_easy"]["error"]
-
-
-def test_data_sets_that_cannot_be_had(mirror: Path, tmp_path: Path, scholar, tokenizer) -> None:
-    load_dataset = datasets.load_dataset
-    online = r"^data set nobody/nothing cannot be had .* give mirror=FOLDER with FOLDER/nobody/nothing/ in it"
-    with hub_datasets(None), pytest.raises(DatasetUnavailable, match=online):
-        datasets.load_dataset("nobody/nothing")
-    absent = "nobody/nothing is neither in the mirror nor in the cache"
-    with hub_datasets(mirror), pytest.raises(DatasetUnavailable, match=absent):
-        datasets.load_dataset("nobody/nothing")
-    with hub_datasets(mirror), pytest.raises(DatasetUnavailable, match=r"ai2_arc cannot be read: .*ARC-Easy"):
-        datasets.load_dataset("allenai/ai2_arc", "ARC-Medium")
+def test_a_missing_data_set_costs_its_task_only(mirror, scholar, tokenizer, run_tasks, monkeypatch) -> None:
+    """The line says how to get the data. Few-shot prompts need the training rows."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    lm, load_dataset = FlaTrainLM(scholar, tokenizer), datasets.load_dataset
+    (mirror / "allenai").rename(mirror / "away")
+    result = run_tasks(lm, ["arc_easy", "lambada_openai"], mirror=mirror, limit=1)
+    (mirror / "away").rename(mirror / "allenai")
+    assert result.errors.keys() == {"arc_easy"} and result.find("tasks", "lambada_openai", "acc")
+    assert "allenai/ai2_arc" in result.errors["arc_easy"] and "hf download" in result.errors["arc_easy"]
+    result = run_tasks(lm, ["arc_easy"], mirror=mirror, num_fewshot=1, limit=1)
+    assert "no documents available for sampling" in result.errors["arc_easy"]
     assert datasets.load_dataset is load_dataset
-    with pytest.raises(ValueError, match=r"mirror=.*absent is no folder"):
-        run_tasks(FlaTrainLM(scholar, tokenizer), ["arc_easy"], mirror=tmp_path / "absent")
 
 
-def test_a_mirrored_file_without_rows_or_with_damaged_ones(splits: Path, tmp_path: Path) -> None:
-    """What went wrong in the first place is said, not what `datasets` makes of it."""
-    mirror = tmp_path / "mirror"
-    assert build(splits, mirror).returncode == 0
-    file = mirror / "EleutherAI/lambada_openai/default/test.jsonl"
-    for text, reason in (("", "it holds no rows$"), ("{broken\n", "Missing a name for object member")):
-        file.write_text(text)
-        with hub_datasets(mirror), pytest.raises(DatasetUnavailable, match=f"cannot be read: .*{reason}"):
-            datasets.load_dataset("EleutherAI/lambada_openai", "default")
-
-
-def test_what_the_hubs_cache_holds_needs_neither_network_nor_mirror(tmp_path: Path, monkeypatch) -> None:
-    """A cache as the Hub's data sets leave it, made from a folder's, which differs in its name alone."""
+def test_what_the_cache_of_the_hub_holds_needs_no_network(tmp_path: Path, monkeypatch) -> None:
+    """A cache as a set of the Hub leaves it, made from that of a folder, which differs in its name only."""
     write(tmp_path / "rows/test.jsonl", lines(ARC))
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     datasets.load_dataset(str(tmp_path / "rows"))
@@ -234,21 +185,21 @@ def test_what_the_hubs_cache_holds_needs_neither_network_nor_mirror(tmp_path: Pa
     write(place / "dataset_info.json", json.dumps(info | {"dataset_name": "riddles"}))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     for mirror in (None, tmp_path):
-        with hub_datasets(mirror):
-            for streaming in (False, True):  # as tasks ask for their data, and sets of documents for theirs
+        with local_datasets(mirror):
+            for streaming in (False, True):  # tasks do not stream, the sets of documents do
                 rows = datasets.load_dataset("someone/riddles", split="test", streaming=streaming)
                 assert list(rows) == ARC
 
 
-def test_two_mirrors_and_changed_files_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    """`datasets` itself would: whatever the files, a named config has the rows that it had first."""
+def test_two_mirrors_and_changed_files_are_told_apart(tmp_path: Path) -> None:
+    """`datasets` alone would not: whatever the files, a named config has the rows that it had first."""
     header = "---\nconfigs:\n- config_name: old\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
 
     def rows(mirror: str, *found: dict) -> list[dict]:
         if found:
             write(tmp_path / mirror / "someone/riddles/test.jsonl", lines(found))
             write(tmp_path / mirror / "someone/riddles/README.md", header)
-        with hub_datasets(tmp_path / mirror):
+        with local_datasets(tmp_path / mirror):
             return list(datasets.load_dataset("someone/riddles", "old", split="test"))
 
     assert rows("first", *ARC) == ARC
@@ -257,9 +208,17 @@ def test_two_mirrors_and_changed_files_are_not_taken_for_each_other(tmp_path: Pa
     assert rows("first", *ARC[1:]) == ARC[1:]
 
 
-def test_the_mirror_script_refuses_what_cannot_work(tmp_path: Path) -> None:
-    assert build(tmp_path).returncode == 2 and build(tmp_path / "absent", tmp_path).returncode == 2
-    assert build(tmp_path, tmp_path / "mirror").returncode == 1  # no set at all
+@pytest.mark.parametrize("name", ["../away/riddles", "json", "a/../b"])
+def test_a_name_does_not_lead_out_of_the_mirror(name: str, tmp_path: Path, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, *a, **k: seen.append(path))
+    for folder in ("away/riddles", "mirror/json", "mirror/a", "mirror/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    with local_datasets(tmp_path / "mirror"):
+        datasets.load_dataset(name)
+    assert seen == [name]
+    with pytest.raises(ValueError, match=r"mirror=.*absent is not a folder"), local_datasets("absent"):
+        pass
 
 
 @pytest.mark.parametrize("batch_size", ["auto", "auto:4"])
@@ -275,33 +234,37 @@ def test_suites_hold_the_columns_of_the_table(name: str) -> None:
     assert config.name == name and not find_errors(config, "suite.")
 
 
-def scored(tasks: tuple[str, ...] = ()) -> dict[str, dict]:
-    """Distinct values for every task; each with metrics that the table must not take."""
-    names = tasks or tuple(dict.fromkeys(column.task for column in ZERO_SHOT + RECALL))
+def scored(columns: tuple, without: str = "") -> EvalResult:
+    """Distinct values for every task, each with metrics that the table must not take."""
+    names = list(dict.fromkeys(column.task for column in columns))
     values = {"word_perplexity": 20.0, "perplexity": 30.0, "acc": 0.10, "acc_norm": 0.20, "contains": 0.30}
-    return {n: {"scores": {n: {k: v + i / 100 for k, v in values.items()}}} for i, n in enumerate(names)}
+    scores = [
+        Score("tasks", name, metric, number + i / 100)
+        for i, name in enumerate(names)
+        for metric, number in values.items()
+        if name != without
+    ]
+    return EvalResult(scores, name="ours", suite={"name": "paper", "tasks": names})
 
 
 def test_columns_their_order_and_their_metrics() -> None:
-    row = paper_row(scored())
-    assert list(row) == list(HEADS) == [
-        "Wiki. ppl ↓", "LMB. ppl ↓", "LMB. acc ↑", "PIQA acc ↑", "Hella. acc_n ↑", "Wino. acc ↑",
+    table = paper_table([scored(RECALL), scored(ZERO_SHOT + RECALL)])
+    assert list(table.columns) == ["model", *HEADS] == [
+        "model", "Wiki. ppl ↓", "LMB. ppl ↓", "LMB. acc ↑", "PIQA acc ↑", "Hella. acc_n ↑", "Wino. acc ↑",
         "ARC-e acc ↑", "ARC-c acc_n ↑", "Avg. ↑", "SWDE cont. ↑", "SQUAD cont. ↑", "FDA cont. ↑",
     ]  # fmt: skip
-    assert [paper_cell(head, value) for head, value in row.items()] == [
-        "20.00", "30.01", "11.0", "12.0", "23.0", "14.0", "15.0", "26.0", "16.8", "37.0", "38.0", "39.0"
+    assert table.iloc[-1].tolist() == [
+        "ours", "20.00", "30.01", "11.0", "12.0", "23.0", "14.0", "15.0", "26.0", "16.8", "37.0", "38.0",
+        "39.0",
     ]  # fmt: skip
+    assert table.iloc[5].tolist() == [  # as the paper prints it, digit by digit
+        "DeltaNet [-1,1] 12 heads, 392M (35B tokens of FineWeb)",
+        *("26.57", "36.76", "31.8", "69.2", "42.3", "50.9", "47.2", "24.4", "44.3", "15.8", "11.0", "0.18"),
+    ]
 
 
 def test_a_task_that_could_not_run_leaves_a_dash_and_no_average() -> None:
-    tasks = scored() | {"piqa": {"error": "no data"}}
-    row = paper_row(tasks)
+    row = paper_row(scored(ZERO_SHOT + RECALL, without="piqa"))
     assert row["PIQA acc ↑"] is None and row[AVERAGE] is None and row["ARC-e acc ↑"] == pytest.approx(15.0)
-    ours = paper_markdown([{"name": "ours", "paper_row": row, "tasks": tasks}], HEADS)
-    assert "**11.0** | **-** | **23.0**" in ours and "**26.0** | **-** | **37.0**" in ours
-
-
-def test_other_suites_have_no_such_table() -> None:
-    assert paper_row(scored(("piqa", "arc_easy"))) == {}
-    only_recall = paper_row(scored(tuple(column.task for column in RECALL)))
-    assert list(only_recall) == paper_heads([{"paper_row": only_recall}]) == [c.head for c in RECALL]
+    assert list(paper_row(scored(RECALL))) == [column.head for column in RECALL]
+    assert paper_table([scored(ZERO_SHOT[3:5])]) is None

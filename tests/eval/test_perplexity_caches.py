@@ -1,4 +1,4 @@
-"""The sweep on models that call their cache otherwise, lose what it should hold, or have none."""
+"""The sweep on models that call their cache otherwise, lose their state, or have none."""
 
 import math
 from itertools import pairwise
@@ -24,10 +24,7 @@ from transformers import (
     xLSTMForCausalLM,
 )
 
-from fla_train.eval.config import PerplexityConfig
 from fla_train.eval.perplexity import loss_table
-from fla_train.eval.result_cache import ResultCache
-from fla_train.eval.sweep import run_sweep
 from tests.eval.conftest import token_losses
 
 EDGES = (0, 16, 32, 64)
@@ -54,7 +51,7 @@ LOSES = ("mamba", "falcon_mamba")  # their forward of several tokens begins with
 
 
 def built(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """With random weights wide enough that what was read long ago tells."""
+    """With weights wide enough that early tokens matter."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     with torch.no_grad():
@@ -89,14 +86,14 @@ def expected(model: PreTrainedModel, documents: list[list[int]]) -> np.ndarray:
     ],
 )
 def test_equals_one_pass(name: str, chunk: int, documents) -> None:
-    """A chunk holds the whole, or the model goes on from its cache; Mamba by single tokens."""
+    """A chunk holds the document, or the model continues from its cache; Mamba by single tokens."""
     model = built(name)
     found = loss_table(model, documents, EDGES, prefix=[2], chunk=chunk, batch_size=2)
     assert found.sums == pytest.approx(expected(model, documents), rel=1e-4, nan_ok=True)
 
 
 def test_a_model_as_it_is_made_loses_its_state_too(documents) -> None:
-    """With weights so narrow that what was read before changes the logits by a thousandth."""
+    """With weights so narrow that earlier tokens change the logits by a thousandth."""
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="loses its state"):
         loss_table(MODELS["mamba"]().eval(), documents, EDGES, prefix=[2], chunk=16)
@@ -132,17 +129,3 @@ def test_a_model_that_fails_with_its_cache(documents) -> None:
         ValueError, match=r"\(xlstm\) fails with its cache \(\w+: .*beyond a chunk of 16 tokens;"
     ):
         loss_table(built("xlstm"), documents, EDGES, prefix=[2], chunk=16)
-
-
-def test_it_is_a_line_of_the_report(tokenizer, tmp_path) -> None:
-    file = tmp_path / "texts.jsonl"
-    file.write_text('{"text": "%s"}\n' % ("red and blue " * 9))
-    config = PerplexityConfig(sets=[str(file)], lengths=[32, 64], chunk=48)
-    parts = ResultCache(tmp_path / "parts", {})
-    options = {"run": None, "mirror": None, "cache": parts, "progress": False}
-    found = run_sweep(built("mamba"), tokenizer, config, **options)
-    assert "loses its state" in found["texts"]["error"] and "\n" not in found["texts"]["error"]
-    config.chunk = 64
-    assert [
-        row["length"] for row in run_sweep(built("mamba"), tokenizer, config, **options)["texts"]["lengths"]
-    ]

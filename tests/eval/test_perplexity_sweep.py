@@ -52,7 +52,7 @@ def test_lengths_and_positions(model, documents) -> None:
         assert estimate.mean.value == pytest.approx(statistics.mean(means), abs=1e-9)
         error = statistics.stdev(means) / math.sqrt(len(means))
         assert estimate.mean.stderr == pytest.approx(error, abs=1e-9)
-        assert estimate.numbers()["perplexity"] == pytest.approx(math.exp(statistics.mean(means)))
+        assert estimate.values()["perplexity"].value == pytest.approx(math.exp(statistics.mean(means)))
     curve = list(table.by_position(32))
     assert [(a, b) for a, b, _ in curve] == [(0, 8), (8, 16), (16, 32)]
     for a, b, estimate in curve:  # always the three documents that reach 32
@@ -134,11 +134,11 @@ def test_memory_does_not_grow_with_the_length() -> None:
 
 
 def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
-    """Also in the middle of a batch, whose first chunks then count once; and what cannot work says so."""
+    """Also in the middle of a batch, whose first chunks then count once. One sequence must fit."""
     draw = np.random.default_rng(1)
     documents = [draw.integers(0, 320, size=33).tolist() for _ in range(5)]
     expected = loss_table(model.double(), documents, EDGES, chunk=8, batch_size=5)
-    monkeypatch.setattr(perplexity, "_check_cache", lambda *args: None)  # by forwards of its own
+    monkeypatch.setattr(perplexity, "_check_cache", lambda *args: None)  # it runs extra forward passes
     forward, most, sizes = model.forward, 2, []
 
     def short_of_memory(ids: torch.Tensor, **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Models that end where their table of positions ends, beside those that read on."""
+"""Models that end where their table of positions ends, and models without a limit."""
 
 import json
 import math
@@ -25,10 +25,8 @@ from transformers import (
     RobertaForCausalLM,
 )
 
-from fla_train.cli.eval import _show
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.likelihood import position_limit
-from fla_train.eval.report import page, write_comparison
 from fla_train.eval.run import evaluate
 
 LIMIT = 32
@@ -56,7 +54,7 @@ def opt() -> PreTrainedModel:
 ENDING: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
     "gpt2": (gpt2, LIMIT),
     "gptj": (gptj, LIMIT),  # rotary, from a fixed table
-    "mpt": (mpt, LIMIT),  # ALiBi, for so many tokens
+    "mpt": (mpt, LIMIT),  # ALiBi, for a fixed number of tokens
     "opt": (opt, LIMIT),
     "bert": (lambda: BertLMHeadModel(BertConfig(is_decoder=True, **SIZE)), LIMIT),
     "roberta": (lambda: RobertaForCausalLM(RobertaConfig(is_decoder=True, **SIZE)), LIMIT - 2),
@@ -105,31 +103,26 @@ def evaluated(build_model, tokenizer, tmp_path: Path) -> Callable[..., tuple[Pat
     return run
 
 
-def test_lengths_beyond_the_table_are_not_read(evaluated, tmp_path: Path, capsys) -> None:
-    folders = {}
+def test_lengths_beyond_the_table_are_not_read(evaluated) -> None:
+    """The documents are the same, so losses up to 32 tokens are compared in pairs."""
+    prints = set()
     for name in ("gpt2", "llama", "ours"):
-        folders[name], record = evaluated(name)
-        result = record["perplexity"]["texts"]
+        folder, result = evaluated(name)
         ends = name == "gpt2"
-        assert record["model"]["positions"] == (LIMIT if ends else None)
-        assert [row["length"] for row in result["lengths"]] == ([16, 32] if ends else [16, 32, 64])
-        assert result["not_reached"] == ([64] if ends else [])
-        assert [rows[-1]["end"] for rows in result["panels"].values()] == [32, 32 if ends else 64]
-        assert all(math.isfinite(row["loss"]) for row in result["positions"])
-        _show(folders[name])  # what fla-eval prints
-        line = "gpt2 has positions for 32 tokens only: not read over 64."
-        for text in (capsys.readouterr().out, page([record])):
-            assert (line in text) == ends and "No document is long enough" not in text
-    records = write_comparison(tmp_path / "compared", list(folders.values()))
-    assert line in (tmp_path / "compared/table.md").read_text()
-    prints = {record["perplexity"]["texts"]["data"]["fingerprint"] for record in records}
-    assert len(prints) == 1  # the same documents, so that losses up to 32 tokens are compared in pairs
+        assert result.model["positions"] == (LIMIT if ends else None)
+        losses = [score for score in result.scores if score.metric == "loss"]
+        assert [score.length for score in losses] == ([16, 32] if ends else [16, 32, 64])
+        assert [curve.edges[-1] for curve in result.curves[::2]] == [32, 32 if ends else 64]
+        assert all(math.isfinite(score.value) for score in losses)
+        line = "texts was not read over 64 tokens: the model has positions for 32 tokens."
+        assert (line in (folder / "table.md").read_text()) == ends
+        prints.add(losses[0].fingerprint)
+    assert len(prints) == 1
 
 
 def test_packed_sequences_longer_than_the_table(evaluated) -> None:
-    _, record = evaluated("gpt2", layout="packed", documents=2)
-    result = record["perplexity"]["texts"]
-    assert result["data"]["tokens"] == 2 * 64 and result["positions"][-1]["end"] == LIMIT
+    _, result = evaluated("gpt2", layout="packed", documents=2)
+    assert result.scores[0].sequences == 2 and result.curves[-1].edges[-1] == LIMIT
 
 
 def test_nothing_within_the_table(evaluated) -> None:

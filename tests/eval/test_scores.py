@@ -1,4 +1,4 @@
-"""What a document adds to a score, as lm-eval's own aggregations name it, with their standard errors."""
+"""Contributions of documents to scores by lm-eval's aggregations, with standard errors."""
 
 import math
 

@@ -97,8 +97,8 @@ def test_on_text(
     greedy(load_model(export, mixer=LINEAR)[0], 20)
     request = PerplexityConfig(lengths=[8, 24], chunk=16, documents=2, bucket=8, layout="packed")
     suite = SuiteConfig(name="perplexity", perplexity=request)
-    _, record = evaluate(EvalConfig(str(whole), str(tmp_path / "eval"), mixer=LINEAR, suite=suite), False)
-    assert record["perplexity"] and not any("error" in part for part in record["perplexity"].values())
+    _, result = evaluate(EvalConfig(str(whole), str(tmp_path / "eval"), mixer=LINEAR, suite=suite), False)
+    assert result.scores and not result.errors
 
     follows = make_config(*settings, f"init_from={export}", f"run.dir={tmp_path / 'follows'}")
     train(follows)
@@ -116,7 +116,7 @@ def test_on_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None
     model = load_weights(run, mixer=LONGHORN)
     assert model.model.layers[0].attn.exact
     greedy(model, 5)
-    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=8, contexts=4))
+    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=8))
     config = EvalConfig(str(run), mixer=LONGHORN, suite=suite)
     assert evaluate_expressivity(config)[1]["accuracy"]
 
@@ -131,7 +131,7 @@ def test_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
     config = EvalConfig(str(run), suite=SuiteConfig(name="expressivity", expressivity=ExpressivityConfig()))
     with pytest.raises(ValueError, match=f"task={kind}"):
         evaluate_expressivity(config)
-    config.suite.expressivity = ExpressivityConfig(lengths=[8], sequences=8, contexts=4, task=kind)
+    config.suite.expressivity = ExpressivityConfig(lengths=[8], sequences=8, task=kind)
     assert set(evaluate_expressivity(config)[1]["accuracy"]) == {"same", "longer", "length_8"}
 
 

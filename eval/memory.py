@@ -10,18 +10,20 @@ R = TypeVar("R")
 
 
 def in_halves(work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], remedy: str = "") -> list[R]:
-    """`work(batch)`; where the GPU's memory is too small for all at once, the results of its parts, joined.
+    """Return `work(batch)`, computed in halves where the GPU's memory is too small for the batch.
 
     Raises:
-        ValueError: it is too small for a single one; says `remedy`. Without that: torch.OutOfMemoryError.
+        ValueError: it is too small for a single item; the message is `remedy`.
+        torch.OutOfMemoryError: the same without `remedy`.
     """
     try:
         return work(batch)
     except torch.OutOfMemoryError:
-        if len(batch) == 1 and remedy:
-            raise ValueError(remedy) from None
         if len(batch) == 1:
+            if remedy:
+                raise ValueError(remedy) from None
             raise
-    torch.cuda.empty_cache()  # outside of the block above: the exception holds the tensors of the failed call
+    # After the block above, because the exception holds the tensors of the failed call.
+    torch.cuda.empty_cache()
     half = len(batch) // 2
     return in_halves(work, batch[:half], remedy) + in_halves(work, batch[half:], remedy)
