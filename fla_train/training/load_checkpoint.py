@@ -62,11 +62,7 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     """
     saved = world_size(folder)
     same = saved == dist.get_world_size()
-    configured = getattr(engine.optimizer.optimizer, "configured", None)  # keys; None: all but the weights
-    settings = [
-        {k: v for k, v in group.items() if k != "params" and (configured is None or k in configured)}
-        for group in engine.optimizer.param_groups
-    ]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     try:
         with files_through(engine, SafeCheckpointEngine()):
             path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
@@ -78,8 +74,10 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     assert path is not None, f"DeepSpeed found nothing in {folder}"
     if not same:
         load_resharded_optimizer(engine, folder, saved)
-    for group, configured in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update(configured)
+    # A custom optimizer may keep state in its groups: only the configured settings are those of `engine`.
+    kept = getattr(engine.optimizer.optimizer, "configured", None)
+    for group, settings_now in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update({k: v for k, v in settings_now.items() if kept is None or k in kept})
     set_random_states(load_file(folder / RANDOM_FILE.format(rank=dist.get_rank() % saved)))
     return read_state(folder)
 

@@ -196,6 +196,8 @@ class Trainer:
                 if finished:
                     for feature in self.features:
                         feature.after_results(finished)
+                if self.finished:  # perhaps because a feature has just ended the run
+                    self._account(self._read(len(self.unread)))
                 self._between_steps()
                 if self.stopping and not self.finished:
                     self._leave()

@@ -41,7 +41,7 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_layouts(ranks: WarmRanks, config: TrainConfig, layouts: Sequence[tuple[int, int]]) -> dict[str, dict]:
-    """Return the results of rank 0 for each (number of ranks, micro-batch size), under `R rank(s) x ACCUMULATION`."""
+    """Return the results of rank 0 for each (ranks, micro-batch size), under `R rank(s) x ACCUMULATION`."""
     results = {}
     for world, micro_batch in layouts:
         trainer = replace(config.trainer, micro_batch_size=micro_batch)
@@ -102,7 +102,7 @@ def precompile_without_kernels(engine: DeepSpeedEngine, batch: Sequence[torch.Te
 
 
 def run(config: TrainConfig) -> dict:
-    """Return losses, norms and checksums of steps, and the effect of a NaN on the last rank and of a spike."""
+    """Return losses, norms and checksums of steps, and the effects of a NaN on one rank and of a spike."""
     engine = build_engine(make_model(config), config)
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)

@@ -25,6 +25,7 @@ def make(folder: Path, step: int, world_size: int = 1, *, legacy: bool = False, 
     contents[WEIGHTS] = f"weights of {step}".encode()
     for rank in range(world_size):
         contents[f"rng-{rank}.pt"] = b"random"
+        contents[f"features-{rank}.pt"] = b"states"
         contents[f"deepspeed/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = b"moments"
     files = {}
     for name, content in contents.items():

@@ -93,7 +93,7 @@ def test_its_hooks_reduce_in_fp32_under_autocast_whatever_the_config_says(
 
 
 def dtypes_of_the_hooks(config: TrainConfig, patched: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Return, on a rank, the dtype in which hooks reduce the first parameter's gradient, and that of the config."""
+    """Return, on a rank, the dtypes in which hooks and config reduce the first parameter's gradient."""
     from fla_train.models import build_config
     from fla_train.models.modeling import DeltaProductForCausalLM
     from fla_train.training.engine import build_engine

@@ -39,7 +39,7 @@ def with_reduction(config: TrainConfig, dtype: str, **trainer: object) -> TrainC
 
 
 def step_of(config: TrainConfig, overlap: bool) -> list[Tensor]:
-    """Return, on each rank, the gradient of every parameter, as AdamW's first step shows it in the weights."""
+    """Return, on each rank, the gradient of every parameter, as the weights show it after one step."""
 
     def settings(*given: object, **options: object) -> dict:
         chosen = deepspeed_config(*given, **options)

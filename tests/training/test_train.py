@@ -144,7 +144,7 @@ def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
 def sweep(
     overrides: list[str], warm_ranks: ranks.WarmRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """Two runs of one sweep that differ in accumulation only: their folder, and the output of the launcher."""
+    """Two runs of one sweep that differ only in accumulation: their folder, and the launcher's output."""
     folder = tmp_path_factory.mktemp("sweep")
     places = [f"run.dir={folder / 'runs'}", f"hydra.sweep.dir={folder / 'hydra'}"]
     words = ["fla-train", "-m", *overrides, *SWEEP, "trainer.check_backend=true", *places]

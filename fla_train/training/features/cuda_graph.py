@@ -48,8 +48,8 @@ class CudaGraphPass:
 
     Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
     and all other Python code of the pass run only while recording. Some passes can't be recorded: those that
-    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass. They are
-    logged once, and from then on the caller runs them.
+    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass. One
+    line is logged, and from then on the caller runs them.
 
     Args:
         module: on a GPU, in training mode.
