@@ -105,7 +105,7 @@ class Callback:
         return {}
 
     def finish(self) -> None:
-        """Follow the last step of the run and its checkpoint."""
+        """Follow the last step of the run, before its export."""
 
     def stop(self) -> None:
         """End background work, because the run was asked to stop."""

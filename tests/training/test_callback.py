@@ -74,7 +74,7 @@ def test_the_order_of_hooks(make_config: Make, train, tmp_path: Path):  # noqa: 
     assert Path("calls").read_text().splitlines() == [
         "before_step 1",
         *(line.format(number) for number in (0, 1) for line in a_pass),
-        *("after_step 1", "after_results", "after_evaluation 1", "exported_weights", "finish", "summary"),
+        *("after_step 1", "after_results", "after_evaluation 1", "finish", "exported_weights", "summary"),
     ]
 
 

@@ -5,12 +5,7 @@ import errno
 import fcntl
 import json
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +16,7 @@ from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint, run_folder
 from fla_train.training.config import TrainConfig, load_config
-from fla_train.training.launch import TrainingFailed, launch
+from fla_train.training.launch import launch
 from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.filesystem import describe
 from fla_train.utils.locks import locked
@@ -48,37 +43,9 @@ def workers(parent: int) -> list[psutil.Process]:
     return found
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def steps_logged(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_text().count('"loss"') if path.exists() else 0
-
-
-def writing(run: Path) -> bool:
-    return any((run / "checkpoints").glob(".writing-*"))
-
-
-def launch_and_kill(config: TrainConfig, moment: Callable[[], object]) -> None:
-    """Launch, and kill -9 one worker once `moment()` holds; the launcher stops the others and says so."""
-
-    def kill() -> None:
-        # Once there are workers, what an earlier kill left has been cleaned away.
-        wait_for(lambda: workers(os.getpid()), poll=0.1)
-        wait_for(moment)
-        random.choice(workers(os.getpid())).send_signal(signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    with pytest.raises(TrainingFailed, match=r"rank \d: was killed by SIGKILL"):
-        launch(config)
-    killer.join()
-    assert workers(os.getpid()) == []
 
 
 def losses(run: Path) -> list[dict]:
@@ -91,41 +58,6 @@ def losses(run: Path) -> list[dict]:
 
 def weights(run: Path) -> bytes:
     return (run / "hf" / "step-0000012" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.usefixtures("unwatched")
-@pytest.mark.long
-def test_one_rank_fp32_two_kills(
-    make_config: Make,
-    warm_ranks: WarmRanks,
-    overrides: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-):
-    more = ["trainer.precision=fp32", "launch.device=cpu", "trainer.stats_every=2"]
-    warm_ranks.launch(make_config(f"run.dir={tmp_path / 'whole'}", *more))
-    run = tmp_path / "killed"
-    more.append(f"run.dir={run}")
-
-    # kill -9 of the launcher itself: its worker dies with it
-    code = "from fla_train.cli.train import main; main()"
-    launcher = subprocess.Popen([sys.executable, "-c", code, *overrides, *more], stdout=subprocess.DEVNULL)
-    reached = random.randint(4, 8)
-    # A checkpoint is written beside training, and a tiny run is done with its steps before it is there.
-    wait_for(lambda: steps_logged(run) >= reached and checkpoint.checkpoints(run / "checkpoints"))
-    orphans = workers(launcher.pid)
-    launcher.kill()
-    launcher.wait()
-    assert orphans
-    wait_for(lambda: not any(alive(orphan) for orphan in orphans))
-
-    # a checkpoint under way when the worker is killed
-    launch_and_kill(make_config(*more), lambda: writing(run))
-    capfd.readouterr()
-    warm_ranks.launch(make_config(*more))
-    assert f", from {run}/checkpoints/step-" in (run / "train.log").read_text()
-    assert losses(run) == losses(tmp_path / "whole")
-    assert weights(run) == weights(tmp_path / "whole")
 
 
 def test_two_trainers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
-from fla_train.training.load_checkpoint import load_checkpoint, load_file
+from fla_train.training.load_checkpoint import load_checkpoint, load_features, load_file
 from fla_train.utils.filesystem import describe
 from fla_train.utils.random_states import random_states, set_random_states
 
@@ -43,6 +43,9 @@ def rewrite(folder: Path, name: str, change: Callable[[dict], dict]) -> Path:
     return folder
 
 
+MODEL = "deepspeed/mp_rank_00_model_states.pt"
+
+
 def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, str]:
     """On a rank: load a checkpoint with a payload in each of its files; by file, why it was refused."""
     engine = build_engine(make_model(config), config)
@@ -53,7 +56,7 @@ def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, s
     own = folder / "own" / checkpoint.folder_name(1)
     assert load_checkpoint(engine, own).step == 1
     optimizer = "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    cases = {name: (own, name) for name in ("rng-0.pt", "deepspeed/mp_rank_00_model_states.pt", optimizer)}
+    cases = {name: (own, name) for name in ("rng-0.pt", "features-0.pt", MODEL, optimizer)}
     cases["optimizer of two ranks"] = (of_two_ranks, optimizer)
     refusals = {}
     for number, (case, (source, name)) in enumerate(cases.items()):
@@ -61,6 +64,7 @@ def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, s
         rewrite(copy, name, lambda content: content | {"payload": Payload(folder / "marker")})
         with pytest.raises(ValueError) as refused:
             load_checkpoint(engine, copy)
+            load_features([], copy, print)
         refusals[case] = str(refused.value)
     return refusals
 
@@ -71,7 +75,7 @@ def test_a_payload_in_any_file_is_refused(
     config = make_config(*TWO_RANKS, "launch.num_processes=1")
     of_two_ranks = checkpoint.checkpoints(whole / "checkpoints")[-1]
     (refusals,) = warm_ranks.run(1, attack, config, of_two_ranks, tmp_path)
-    assert len(refusals) == 4 and not (tmp_path / "marker").exists()
+    assert len(refusals) == 5 and not (tmp_path / "marker").exists()
     for case, line in refusals.items():
         assert (case if case.endswith(".pt") else "optim_states.pt") in line and "mkdir" in line
 
