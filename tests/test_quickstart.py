@@ -38,12 +38,3 @@ def test_the_tour_runs_in_order(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert list(tmp_path.glob("runs/first/eval/*/table.md"))
-
-
-def test_every_console_command_is_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    commands = re.findall(r"^(fla-[a-z]+) =", pyproject, re.M)
-    assert commands
-    for command in commands:
-        assert command in text, f"{command} is not in README.md"

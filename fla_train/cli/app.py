@@ -47,7 +47,7 @@ usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
 
   KEY=VALUE         set a key (a.b=3 for a key b below a); null unsets it
   GROUP=OPTION      choose a file of a group, which sets many keys
-  --help            this text, with the config that the overrides beside it give
+  --help            this text, and the config that the overrides give
   --cfg job         print the composed config and stop
   -m                run once for each combination of values separated by commas (KEY=1,2)
   --config-dir DIR  also take options from DIR/GROUP/OPTION.yaml
@@ -148,7 +148,7 @@ def _hydra(config_name: str, config_dir: str | None) -> Iterator[Callable[..., D
     folder = []
     if config_dir:
         if not Path(config_dir).is_dir():
-            raise ValueError(f"--config-dir {config_dir}: there is no such folder")
+            raise ValueError(f"--config-dir {config_dir}: folder not found")
         folder = [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
 
     def composed(overrides: Sequence[str], scaled: bool = True) -> DictConfig:
@@ -250,7 +250,7 @@ def run_hydra(
         leave(0)
     except (ValueError, OSError) as error:
         sys.exit(fail_by(error))
-    sys.argv[1:] = [*words, *overrides]  # Hydra takes no overrides on both sides of flags
+    sys.argv[1:] = [*words, *overrides]  # Hydra rejects overrides on both sides of flags
 
     codes: list[int] = []
     left_out: list[LeftOut] = []

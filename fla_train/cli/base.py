@@ -35,18 +35,18 @@ RECIPES = ("experiment", "debug")  # groups whose files choose options of other 
 
 
 def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
-    """`overrides`, and in front of them the one that puts a base under them if there is one.
+    """Prepend the base-config override, if there is a base.
 
     Args:
-        sweep: the jobs of a sweep share what `init_from` gives; no run's config is their base.
-        config_dir: folder of further options, as of `--config-dir`.
+        sweep: jobs share the model of `init_from`; a run's config is never their base.
+        config_dir: folder of further options (`--config-dir`).
 
     Raises:
         ValueError: the run's config is unreadable, or `init_from` names no model.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:  # composing says what is wrong with them
+    except HydraException:  # composing reports the errors
         return list(overrides)
     given = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
     left_out: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
             composed = OmegaConf.to_container(compose("train", single, config_dir=config_dir))
             if named_classes(composed).get(key) != value:
                 raise ValueError(
-                    f"{run or weights} names code in {key}, and a folder does not choose what is imported: "
+                    f"{run or weights} names code in {key}, and a folder does not choose the imports: "
                     f"name it in the command too: {shlex.quote(assign(key, value))}"
                 )
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
@@ -94,7 +94,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
 
 
 def _take_publishing(base: dict[str, Any]) -> dict[str, Any]:
-    """Take the keys of `PUBLISHING` out of a base, but for a W&B that publishes nothing, and return them."""
+    """Remove the `PUBLISHING` keys from a base and return them; a local W&B mode stays."""
     found = {}
     for key, value in list(flat(base)):
         if key.startswith(PUBLISHING) and (key, value) not in LOCAL:
@@ -104,14 +104,14 @@ def _take_publishing(base: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_run_or_start(overrides: Sequence[str]) -> None:
-    """Refuse a `run.dir` that holds no run, by itself: who misspelt it would train the default model.
+    """Reject a `run.dir` without a run if nothing says what to train: it may be misspelt.
 
     Raises:
-        ValueError: it holds none, and nothing says what to train.
+        ValueError: the folder holds no run, and no override begins a new one.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:  # composing says what is wrong with them
+    except HydraException:  # composing reports the errors
         return
     keys = {o.key_or_group.split(".")[0] for o in parsed}
     run = next((o.value() for o in parsed if o.key_or_group == "run.dir"), None)
@@ -123,7 +123,7 @@ def check_run_or_start(overrides: Sequence[str]) -> None:
 
 
 def _of_run(file: Path) -> dict[str, Any]:
-    """The config of a run, without its folder, its machines and a `trainer.resume=none`."""
+    """Return the config of a run without its folder, its machines and `trainer.resume=none`."""
     from fla_train.training.config import load_config
 
     base = asdict(load_config(file))
@@ -138,9 +138,9 @@ def _of_run(file: Path) -> dict[str, Any]:
 
 
 def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
-    """The tokenizer of an export, its model and the batch that it was trained with.
+    """Return the tokenizer of an export, its model and its training batch.
 
-    Model and batch are left out where the command chooses a model, which is then compared.
+    If the command chooses a model, model and batch are omitted; training compares the models.
     """
     from fla_train.training.model import architecture, batch_sizes, tokenizer_source
 

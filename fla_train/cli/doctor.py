@@ -1,12 +1,12 @@
-"""`fla-doctor`: the environment, whether each backend of the operator is right here, and which kernels run.
+"""`fla-doctor`: print the environment, check each backend of the operator, and explain the kernel selection.
 
     fla-doctor                                # environment, checks of all backends, kernels of a 340M model
     fla-doctor --verbose                      # every comparison
     fla-doctor --shape 4 8192 16 128 128 1    # kernels for another shape: B T H K V N
     fla-doctor --mixer package.module:Class   # whether a custom mixer keeps its contract, and nothing else
 
-Exit status 0: every backend that can run here is right. 1: one is not; training refuses to start on it. With
---mixer: 1 if a check of the mixer failed.
+Exit status 0: every backend that can run on this machine is correct. 1: a backend is wrong, and
+training does not start with it; with --mixer, a check of the mixer failed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MODEL_340M = (16, 2048, 8, 128, 128, 2)  # a micro-batch of model=gated_delta_pr
 
 
 def environment_lines() -> list[str]:
-    """Versions, devices, and the tools that a training run may need."""
+    """Return versions, devices, and tools that a training run may need."""
     import torch
 
     found = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +48,7 @@ def environment_lines() -> list[str]:
     if torch.cuda.is_available():
         from triton import knobs
 
-        ptxas = knobs.nvidia.ptxas  # Triton's own, or that of TRITON_PTXAS_PATH
+        ptxas = knobs.nvidia.ptxas  # from Triton, or from TRITON_PTXAS_PATH
         lines.append(f"CUDA         {torch.version.cuda}, ptxas {ptxas.version} ({ptxas.path})")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     lines.append(f"C compiler   {compiler or 'MISSING: Triton needs one to launch kernels'}")
@@ -56,7 +56,7 @@ def environment_lines() -> list[str]:
 
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
-    """What `select_kernel` decides on a device for bfloat16 inputs of a shape (B, T, H, K, V, N), and why."""
+    """Return the decisions of `select_kernel`, with reasons, for bfloat16 of a shape (B, T, H, K, V, N)."""
     import torch
 
     from fla_train.kernels.delta_product.select import select_kernel
@@ -70,7 +70,7 @@ def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="fla-doctor", description="Check this machine and the operator's backends."
     )
@@ -82,8 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
         nargs=len(SHAPE),
         metavar=("B", "T", "H", "K", "V", "N"),
         default=MODEL_340M,
-        help="print which kernels run, and why, for so many sequences, tokens, heads, key and value channels "
-        f"and Householder steps (default: {' '.join(map(str, MODEL_340M))}, a 340M model)",
+        help="explain the kernel selection for these numbers of sequences, tokens, heads, key and value "
+        f"channels and Householder steps (default: {' '.join(map(str, MODEL_340M))}, a 340M model)",
     )
     parser.add_argument("--mixer", metavar="MODULE:CLASS", help="check a custom mixer only (docs/mixers.md)")
     options = "keyword arguments of its constructor"
@@ -110,7 +110,7 @@ def check_mixer(path: str, options: dict[str, Any]) -> bool:
 
 @interruptible()
 def main() -> None:
-    """Console command."""
+    """Run the console command."""
     parser = build_parser()
     request = parser.parse_args()
     if min(request.shape) < 1:
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def print_report(report: "CheckReport", verbose: bool) -> None:
-    """One line a report; with `verbose` also one a comparison."""
+    """Print a line per report, and with `verbose` a line per comparison."""
     print(f"  {'ok    ' if report.ok else 'FAILED'} {report.summary()}", flush=True)
     if verbose:
         for row in report.rows:

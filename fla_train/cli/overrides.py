@@ -53,7 +53,7 @@ def options(repo: ConfigRepository, group: str) -> list[str]:
 def as_written(config_name: str, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
     """Quote values that Hydra would change: the text `hub.tag=1.10` stays 1.10, `data.path=a,b` is one path.
 
-    A key of type text takes the characters after `=` literally, except `null` where the type allows it and
+    The characters after `=` are literal for a key of type text, except `null` where the type allows it and
     text in single quotes. Other values are quoted only if Hydra cannot parse them.
 
     The schemas must be registered.
@@ -174,7 +174,7 @@ def addition_errors(repo: ConfigRepository, config: DictConfig, overrides: Seque
 
 
 def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exception) -> str:
-    """Return `text: reason` for an override that Hydra refused to add to what gave `config`."""
+    """Return `text: reason` for an override with which Hydra fails, unlike without it (`config`)."""
     key, sign, value = text.lstrip("+~").partition("=")
     if not sign and not text.startswith("~"):
         path = f"{'checkpoint' if 'checkpoint' in config else 'run.dir'}={text}"
@@ -187,9 +187,7 @@ def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exce
         and not repo.config_exists(f"{key}/{value}")
     ):
         close = _closest(value, known) or [name for name in known if value in name.split("/")]
-        return (
-            f"{text}: there is no such option{_did_you_mean(close)}\n    options of {key}: {', '.join(known)}"
-        )
+        return f"{text}: unknown option{_did_you_mean(close)}\n    options of {key}: {', '.join(known)}"
     unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
     if known and not unknown:
         return f"{text}: {one_line(failure)}"
@@ -221,8 +219,8 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
     known = {".".join(leaf.split(".")[:i]) for leaf in leaves for i in range(1, leaf.count(".") + 2)}
     known |= set(repo.get_group_options("", ObjectType.GROUP)) & {*content, "experiment", "debug", "scale"}
     if group == "model" and "source" in config.get("model", {}):
-        return f"there is no key {key}: fields of this model's class are model.config.FIELD"
-    return f"there is no key {key}{_did_you_mean(_closest(key, known - {key})) or ': --help lists them'}"
+        return f"unknown key {key}: fields of this model's class are model.config.FIELD"
+    return f"unknown key {key}{_did_you_mean(_closest(key, known - {key})) or ': --help lists them'}"
 
 
 def _closest(name: str, known: Sequence[str] | set[str]) -> list[str]:

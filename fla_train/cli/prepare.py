@@ -1,6 +1,6 @@
 """`fla-prepare`: tokenize a corpus once, for every run that will read it.
 
-It takes the overrides of `fla-train`, of which those of `data` decide what is prepared:
+It takes the overrides of `fla-train`; the keys of `data` decide what is prepared:
 
     fla-prepare data=local data.path=corpus/ data.tokenizer.name=bpe data.tokenizer.vocab_size=32000
     fla-prepare experiment=paper/deltaproduct_340m

@@ -45,7 +45,7 @@ def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], Dict
         for experiment in experiments:
             try:
                 sections = compose([f"experiment={experiment}", "scale=sections"]).scales or {}
-            except HydraException:  # composing all overrides names what is wrong
+            except HydraException:  # composing all overrides reports the error
                 continue
             if scale not in sections:
                 known = ", ".join(name for name in SCALES if name == "paper" or name in sections)
@@ -66,7 +66,7 @@ def _values(overrides: Sequence[str], group: str) -> set[str]:
     texts = [text for text in overrides if text.lstrip("+").startswith(f"{group}=")]
     try:
         parsed = OverridesParser.create().parse_overrides(texts)
-    except HydraException:  # composing says what is wrong
+    except HydraException:  # composing reports the error
         return set()
     return {
         str(value)

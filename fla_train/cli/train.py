@@ -28,7 +28,7 @@ LONGEST_TAG = 64  # characters, W&B's limit
 
 
 def train(node: DictConfig) -> int:
-    """Train one composed config; in a sweep (`-m`) each job has a run folder of its own."""
+    """Train one composed config. In a sweep (`-m`) each job has a separate run folder."""
     from fla_train import api
     from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
@@ -57,14 +57,12 @@ def train(node: DictConfig) -> int:
 
 
 def place_job(config: "TrainConfig", job: SweepJob) -> None:
-    """Give the config of a sweep's job what tells it from the others: a folder, a group and tags in W&B.
+    """Give a sweep's job its run folder, its W&B group and tags, and its name on the Hub.
 
-    The name on the Hub gets the job's number.
-
-    The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` where nothing is swept.
+    The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` if nothing is swept.
 
     Raises:
-        LeftOut: `run.job` is another one.
+        LeftOut: `run.job` selects another job.
         ValueError: `run.job` without `run.dir`.
     """
     if config.run.job is not None and config.run.dir is None:
@@ -88,7 +86,7 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
 
 
 def extend(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
-    """`with_base`, after a look at `run.dir`; the jobs of a sweep without it get one folder in runs/."""
+    """Check `run.dir` and add the base config. A sweep without `run.dir` gets a folder in runs/."""
     if not sweep:
         check_run_or_start(overrides)
     overrides = with_base(overrides, sweep=sweep, config_dir=config_dir)
@@ -104,7 +102,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """Console command."""
+    """Run the console command."""
     os.environ[BEGAN] = str(process_start())
     end_without_collecting()
     with importing_workers(sys.argv[1:]) if _trains_once(sys.argv[1:]) else nullcontext():
@@ -112,7 +110,7 @@ def main() -> None:
 
 
 def _trains_once(words: Sequence[str]) -> bool:
-    """Whether a command may start workers that no other launcher starts, and that are those of one run."""
+    """Return whether a command starts the workers of a single run itself."""
     return not is_rank() and not any(word.startswith(("-", "dry_run=")) for word in words)
 
 

@@ -2,11 +2,11 @@
 
     shared: [experiment=compare_50m, data=fineweb]   # overrides of every run
     runs:
-      delta_net: [model=delta_net/340m]              # name: its own overrides
+      delta_net: [model=delta_net/340m]              # name: further overrides
       llama: [model=hf/llama/340m, seed=1]
 
-Each run has the folder FOLDER/NAME. Finished runs are left alone and all others resume, so the same command
-continues an interrupted list, also on another machine to which the folder was copied.
+Each run has the folder FOLDER/NAME. Finished runs are skipped and all others resume, so the same command
+continues an interrupted list, also after the folder was copied to another machine.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def train_runs(
     Args:
         runs: overrides of `fla-train` by name.
         folder: each run's folder is `folder / name`.
-        slots: for each place of a run the GPU it sees, "" for the CPU.
+        slots: the GPU of each concurrent run, "" for the CPU.
         seconds: time for all of it. Runs are asked to save and stop `GRACE` seconds before its end.
 
     Returns:

@@ -145,7 +145,7 @@ def test_fla_runs_prints_a_table_and_draws(
     sweep, png = str(folders / "sweeps"), folders / "plots" / "curves.png"
     lines = said(sweep, "--png", str(png)).splitlines()
     assert lines[0].startswith("2 run(s) in ") and "sweeps/one" in lines[0]
-    assert re.search(r"^ *2-optimizer.lr=0.1 .*stopped .* 2/12 .*3\.0000 .*5\.0000 .*4\.0000 .*15 ", lines[2])
+    assert re.search(r"^ *2-optimizer.lr=0.1 .*stopped +2/12 +3\.0000 +5\.0000 +4\.0000 +15 ", lines[2])
     assert lines[3].endswith("optimizer.lr=0.2")
     said(sweep, "--png", str(png), "--metric", "loss")
     assert png.read_bytes().startswith(b"\x89PNG")
