@@ -23,11 +23,11 @@ class Batch(NamedTuple):
 
     Attributes:
         input_ids: [B, T] int64.
-        labels: [B, T] int64, aligned with `input_ids`; -100 where there is no target. None in a part.
+        labels: [B, T] int64, aligned with `input_ids`; -100 without a target. None in a part.
         cu_seqlens: [S + 1] int32 bounds of the documents in a single whole row (B = 1), or None.
         max_length_q: how long these documents may be (tokens).
         continues: [rows] bool, whether a row begins where the same row of the last step ended, in its
-            document; None: no order is known. It is no argument of a model.
+            document; None: the order is unknown. Models do not get it.
         shift_labels: in a part in place of `labels`, the target of each token.
         context_part: in a part, the `ContextPart` that it is.
     """
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     context_part: object | None = None
 
     def targets(self) -> torch.Tensor:
-        """The token after each one, -100 where there is no target: [B, T], without the last in whole rows."""
+        """The token after each one, -100 without a target: [B, T], without the last in whole rows."""
         return self.labels[:, 1:] if self.shift_labels is None else self.shift_labels
 
     def to(self, device: torch.device) -> "Batch":
@@ -59,8 +59,8 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
     """Pack sequences [n, T] into one row [1, n T] with the bounds of its documents, which share no state.
 
-    A document that two sequences share counts as two. A document's first token is no target, since the token
-    before it belongs to another document.
+    A document that two sequences share counts as two. A document's first token is not a target, since the
+    token before it belongs to another document.
 
     Args:
         boundaries: for each sequence, where in (0, T) a new document begins.

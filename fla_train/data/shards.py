@@ -42,7 +42,7 @@ def shard_file(number: int) -> str:
 def write_shard(path: Path, arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Record:
     """Write the tokens and document ends of each split and return the description of the shard.
 
-    Write beside `path` first, and rename.
+    The file is written under another name first, and renamed.
     """
     tokens, ends = zip(*(arrays[split] for split in SPLITS), strict=True)
     content = b"".join(array.tobytes() for array in (*tokens, *(array.astype("<u8") for array in ends)))

@@ -172,8 +172,8 @@ def tokenize_source(
         slices: `Source.slices`.
         num_workers: processes; None: one per core if there is more than one slice; 0: this process alone,
             with the tokenizer's threads.
-        max_documents: stop after so many documents of both splits.
-        max_tokens: stop after the document that completes so many tokens of the training split.
+        max_documents: most documents of both splits.
+        max_tokens: stop after the document that completes this number of training tokens.
 
     Raises:
         ValueError: as reading the source. The shards that are complete stay.
@@ -218,7 +218,7 @@ def tokenize_source(
 
 
 class _Limits(NamedTuple):
-    """What is left to read: documents of both splits, tokens of the training split."""
+    """Limits that are left: documents of both splits, tokens of the training split."""
 
     documents: float
     tokens: float

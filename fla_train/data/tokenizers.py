@@ -218,7 +218,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """A fast tokenizer from the byte-fallback BPE model in file `path`; it adds no tokens of its own.
 
     Raises:
-        ValueError: the file is no SentencePiece model, or not of the byte-fallback BPE kind.
+        ValueError: the file is not a SentencePiece model, or not of the byte-fallback BPE kind.
     """
     try:
         model = SentencePieceProcessor(model_file=str(path))
