@@ -19,7 +19,8 @@ from fla_train.data.dataset import Dataset
 from fla_train.data.sampler import PackedDataset
 from fla_train.run import Run
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.launch import launch, with_data
+from fla_train.training.launch import launch
+from fla_train.training.resolve import resolve
 from fla_train.training.run_data import TaskSequences, open_training_data
 from fla_train.utils.keys import require_valid
 from fla_train.utils.overrides import as_data, assign
@@ -74,7 +75,8 @@ def build_data(config: TrainConfig) -> Dataset | PackedDataset | TaskSequences:
     Raises:
         ValueError: the config or the data can't be used.
     """
-    return open_training_data(*with_data(config))
+    plan = resolve(config, data="prepare")
+    return open_training_data(plan.config, plan.open_data())
 
 
 def build_model(config: TrainConfig) -> "PreTrainedModel":
@@ -85,7 +87,8 @@ def build_model(config: TrainConfig) -> "PreTrainedModel":
     """
     from fla_train.training.model import build_model  # imports the models: seconds
 
-    return build_model(*with_data(config))
+    plan = resolve(config, data="prepare")
+    return build_model(plan.config, plan.open_data())
 
 
 def check_suite(suite: str, options: Sequence[str]) -> None:

@@ -9,14 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fla_train.data.cache import open_prepared
 from fla_train.hub.saved_config import read_saved
 from fla_train.models.build import architecture
-from fla_train.training import checkpoint
-from fla_train.training.checkpoint import MODEL_FILE
-from fla_train.training.config import TrainConfig, load_config
+from fla_train.training.checkpoint import MODEL_FILE, step_of
+from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import draw_losses
-from fla_train.training.run_data import task_data
+from fla_train.training.plan import read_plan
 from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.keys import resume_rule
 from fla_train.utils.overrides import flat
@@ -55,17 +53,19 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """The resolved config.
+        """The config of the newest start, with every number filled in.
 
         Raises:
+            OSError: the run has not been started.
             ValueError: another version wrote it with other keys.
         """
-        return load_config(self.files.config)
+        return read_plan(self.files.plan).config
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of config.yaml by dotted key, whatever version wrote it."""
-        return dict(flat(read_saved(self.files.config)))
+        """The values of `config` by dotted key, whatever version wrote them; config.yaml fills in."""
+        resolved = self._read_plan().get("config")
+        return dict(flat(resolved if isinstance(resolved, dict) else read_saved(self.files.config)))
 
     @property
     def model_name(self) -> str:
@@ -79,11 +79,15 @@ class Run:
 
     @property
     def parameters(self) -> int | None:
-        """Number of parameters, by plan.json; None where that is missing or damaged."""
+        """Number of parameters, by plan.json; None if that is missing or damaged."""
+        count = self._read_plan().get("parameters_held")
+        return count if isinstance(count, int) else None
+
+    def _read_plan(self) -> dict[str, Any]:
         try:
-            return int(read_json(self.files.plan)["parameters_held"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            return None
+            return read_json(self.files.plan)
+        except (OSError, ValueError):
+            return {}
 
     @property
     def records(self) -> list[Record]:
@@ -115,9 +119,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoints that were kept, by step."""
-        return {
-            checkpoint.step_of(path.name): path for path in checkpoint.checkpoints(self.files.checkpoints)
-        }
+        return {step_of(path.name): path for path in self.files.store.list()}
 
     @property
     def best_checkpoint(self) -> Path | None:
@@ -156,10 +158,8 @@ class Run:
         from fla_train.training.load_checkpoint import load_file
         from fla_train.training.model import build_model
 
-        task = self.config.task
-        plan = read_json(self.files.plan)
-        data = open_prepared(plan["data_folder"]) if task is None else task_data(task, self.config.seed)
-        model = build_model(self.config, data, fresh=True)
+        plan = read_plan(self.files.plan)
+        model = build_model(plan.config, plan.open_data(), fresh=True)
         model.load_state_dict(load_file(folder / MODEL_FILE)["module"])
         return model.to(device).eval()
 

@@ -27,7 +27,8 @@ from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.export import export_model
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.config import register, to_config, validate, with_task_sizes
+from fla_train.training.config import register, to_config
+from fla_train.training.resolve import resolve
 from fla_train.utils.keys import find_errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,10 +117,8 @@ def check(words: list[str]) -> None:
                 options, overrides = overrides[at : at + 2], [*overrides[:at], *overrides[at + 2 :]]
             for job in jobs(overrides):
                 given, written = {"config_dir": options[1]}, as_written("train", job)
-                config = with_task_sizes(
-                    to_config(app.compose("train", with_base(written, **given), **given))
-                )
-                validate(config)
+                config = to_config(app.compose("train", with_base(written, **given), **given))
+                resolve(config)
                 if config.trainer.suite_every:
                     check_suite(config.trainer.suite, config.trainer.suite_options)
         case ["torchrun" | "accelerate", *options] if "-m" in options:
@@ -153,7 +152,7 @@ def check(words: list[str]) -> None:
             _, options = parse(arguments)
             if overrides := getattr(options, "overrides", None):
                 register()
-                validate(to_config(app.compose("train", overrides)))
+                resolve(to_config(app.compose("train", overrides)))
         case ["fla-doctor", *arguments]:
             doctor.build_parser().parse_args(arguments)
         case ["fla-runs", "train", *arguments]:

@@ -22,19 +22,12 @@ from fla_train.bench.report import Report, Row
 from fla_train.bench.roofline import Ceilings
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.models.activation_checkpointing import checkpoint_activations
-from fla_train.training.config import (
-    TrainConfig,
-    accumulation_steps,
-    records_graph,
-    resolve,
-    resolve_device,
-    validate,
-    with_vocabulary,
-)
+from fla_train.training.config import TrainConfig, records_graph
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
 from fla_train.training.process_group import split_ranks
+from fla_train.training.resolve import resolve
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
 
@@ -69,13 +62,12 @@ def run(options: Train, report: Report, compose: Compose) -> None:
     check_names("--peers", options.peers, NAMES)
     # Steps are timed and not logged, so wandb need not be installed. Random tokens need no tokenizer.
     config = compose(["launch.num_processes=1", *options.overrides, *QUIET])
-    validate(config)
     if config.launch.num_machines != 1 or config.task is not None:
         raise ValueError("fla-bench train measures language models on one machine: no task, num_machines=1")
-    config = with_vocabulary(resolve(config), offline=True)
+    config = resolve(config).config
     trainer, processes = config.trainer, config.launch.num_processes
     report.print(
-        f"{WARM_UP} + {options.steps} + 1 steps; {accumulation_steps(config)} micro-batches of "
+        f"{WARM_UP} + {options.steps} + 1 steps; {config.num_accumulated} micro-batches of "
         f"{trainer.micro_batch_size} x {trainer.seq_len} tokens on each of {processes} processes "
         "(trainer.global_batch_tokens, .micro_batch_size, .seq_len)"
     )
@@ -106,7 +98,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     """
     torch.set_num_threads(threads)
     torch.manual_seed(config.seed)
-    device_type = resolve_device(config)
+    device_type = config.launch.device
     if device_type == "cpu":  # also on a machine with GPUs
         os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     else:
@@ -121,7 +113,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     features = [] if cuda_graph is None else [CudaGraph(cuda_graph)]
     bad_steps = BadSteps(device, max_grad_norm=config.optimizer.max_grad_norm)
     mesh = split_ranks(config.launch.context_parallel)
-    global_batch = accumulation_steps(config) * trainer.micro_batch_size * mesh.data_world
+    global_batch = config.num_accumulated * trainer.micro_batch_size * mesh.data_world
     plan = BatchSampler(global_batch, trainer.micro_batch_size, mesh.data_rank, mesh.data_world)
     tokens = plan.global_batch * trainer.seq_len
     with PrefetchLoader(RandomTokens(config.model["vocab_size"], trainer.seq_len), plan) as sequences:

@@ -136,7 +136,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
     """Write this rank's files and, on rank 0, complete the checkpoint and delete old ones.
 
     Returns:
-        What `checkpoint.prune` returns.
+        What `CheckpointStore.prune` returns.
 
     Raises:
         WriteFailed: no checkpoint; what this rank has written of it is deleted.
@@ -146,7 +146,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
     writing = folder / job.attempt
     try:
         if job.rank == 0:
-            checkpoint.clean(folder, keep=job.attempt)
+            checkpoint.CheckpointStore(folder).clean(keep=job.attempt)
         for path in (writing, writing / checkpoint.DEEPSPEED_TAG):
             path.mkdir(exist_ok=True)
         with ThreadPoolExecutor(len(job.files)) as pool:
@@ -176,7 +176,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
                     (writing / file).unlink(missing_ok=True)
                 _leave_part(writing, job.rank, {"error": error})
         raise WriteFailed(error) from failure
-    return checkpoint.prune(folder / name, job.keep, job.keep_every)
+    return checkpoint.CheckpointStore(folder).prune(folder / name, job.keep, job.keep_every)
 
 
 def _write_file(path: Path, segments: "Sequence[Segment]", staging: int, beside: bytes) -> dict[str, Any]:

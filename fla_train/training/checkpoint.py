@@ -1,4 +1,4 @@
-"""The checkpoint format: folder layout, manifest, verification, choice of the newest intact one.
+"""The checkpoint format: folder layout, manifest, verification, and the choice of one to resume.
 
     checkpoints/.writing-step-0000100-.../  while it is written; never read
     checkpoints/step-0000100/
@@ -10,10 +10,9 @@
 
 A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on the disk.
 
-`manifest.json` is `{"version": 2, "sha256": ..., "content": ...}`, the sha256 being that of the content as
-compact JSON with sorted keys. Version 1 is the content alone, without a checksum of its own. The two share no
-key, so a damaged version 2 is never taken for a version 1. The world size determines the files of a
-checkpoint; a manifest that lists any other file, or lacks one, is damaged.
+`manifest.json` is `{"version": 1, "sha256": ..., "content": ...}` with the sha256 of the content as compact
+JSON with sorted keys. The world size determines the files of a checkpoint. A manifest with other files is
+damaged.
 
 This module imports neither torch nor numpy: the async writer's process does without them.
 """
@@ -22,7 +21,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from fla_train.utils.safe_files import read_dataclass, read_json
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 1
 STATE = "state.json"
 DEEPSPEED_TAG = "deepspeed"
 MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
@@ -83,7 +82,7 @@ def rank_files(rank: int) -> list[str]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The validated content of a checkpoint's manifest, of either version.
+    """Return the validated content of a checkpoint's manifest.
 
     Returns:
         step, tokens, world_size; versions: package -> version; files: name -> what `describe` returns.
@@ -95,12 +94,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         content: Any = read_json(checkpoint / MANIFEST)
     except OSError as failure:
         raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
-    if content.keys() == {"version", "sha256", "content"}:
-        if content["version"] != MANIFEST_VERSION:
-            raise ValueError(f"{MANIFEST} is of version {_brief(content['version'])}, which is unknown here")
-        if content["sha256"] != _checksum(content["content"]):
-            raise ValueError(f"{MANIFEST} has a wrong checksum")
-        content = content["content"]
+    if content.keys() != {"version", "sha256", "content"} or content["version"] != MANIFEST_VERSION:
+        raise ValueError(f"{MANIFEST} is not of version {MANIFEST_VERSION}")
+    checksum, content = content["sha256"], content["content"]
+    if checksum != _checksum(content):
+        raise ValueError(f"{MANIFEST} has a wrong checksum")
     if error := _manifest_error(content):
         raise ValueError(f"{MANIFEST} {error}")
     if NAME.fullmatch(checkpoint.name) and content["step"] != step_of(checkpoint.name):
@@ -109,10 +107,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write `content`, as `read_manifest` returns it, as a manifest of version 2."""
+    """Write `content`, as `read_manifest` returns it, as a manifest."""
     content = dict(content)
-    error = _manifest_error(content)
-    assert error is None, f"{MANIFEST} {error}"
+    assert _manifest_error(content) is None, _manifest_error(content)
     manifest = {"version": MANIFEST_VERSION, "sha256": _checksum(content), "content": content}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     sync(folder / MANIFEST)
@@ -124,162 +121,160 @@ def _checksum(content: object) -> str:
 
 
 def _manifest_error(content: Any) -> str | None:
-    """What is wrong with a manifest's content, if anything is."""
-    fields = ("step", "tokens", "world_size", "versions", "files")
-    if not isinstance(content, dict) or content.keys() != set(fields):
-        return f"has other fields than {', '.join(fields)}"
-    for key, least in (("step", 0), ("tokens", 0), ("world_size", 1)):
-        if type(content[key]) is not int or content[key] < least:
-            return f"has {key} {_brief(content[key])}"
-    versions, files, ranks = content["versions"], content["files"], content["world_size"]
-    if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
-        return "has versions that are no text"
-    if not isinstance(files, dict) or len(files) < ranks:
-        return f"has world_size {ranks} and too few files"
+    """Say what is wrong with a manifest's content, which a stranger may have written; None if nothing is."""
+    least = {"step": 0, "tokens": 0, "world_size": 1}
+    if not isinstance(content, dict) or content.keys() != {*least, "versions", "files"}:
+        return "has other fields than step, tokens, world_size, versions, files"
+    files, ranks = content["files"], content["world_size"]
+    numbers = all(type(content[name]) is int and content[name] >= bound for name, bound in least.items())
+    entries = isinstance(files, dict) and all(map(_is_entry, files.values()))
+    if not numbers or not entries or ranks > len(files):
+        return "has values that can't be true"
     expected = {name for rank in range(ranks) for name in rank_files(rank)}
-    for name in sorted(expected - files.keys()):
-        return f"lacks {name}, which {ranks} rank(s) write"
-    for name in sorted(files.keys() - expected):
-        return f"lists {_brief(name)}, which {ranks} rank(s) do not write"
-    for name, entry in files.items():
-        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-            return f"has other fields of {name} than bytes, sha256"
-        size, digest = entry["bytes"], entry["sha256"]
-        if type(size) is not int or size < 0:
-            return f"has a size of {name} of {_brief(size)}"
-        if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-            return f"has a checksum of {name} that is no sha256"
+    if differing := sorted(expected ^ files.keys()):
+        return f"does not list what {ranks} rank(s) write: {differing[0][:40]!r}"
     return None
 
 
-def _brief(value: object) -> str:
-    """A value as JSON, at most 40 characters of it."""
-    return json.dumps(value)[:40]
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+        return False
+    size, digest = entry["bytes"], entry["sha256"]
+    return type(size) is int and size >= 0 and bool(re.fullmatch("[0-9a-f]{64}", str(digest)))
 
 
 def step_of(name: str) -> int:
-    """The step of a checkpoint folder's name."""
+    """Return the step in a checkpoint folder's name."""
     return int(name.removeprefix("step-"))
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first; not verified. A copy by another name is none of the run's."""
-    present = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
-    return sorted(present, key=lambda path: step_of(path.name))
-
-
-def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint, not verified; 0 if there is none."""
-    present = checkpoints(folder)
-    return step_of(present[-1].name) if present else 0
-
-
 def find_error(checkpoint: Path, run: str | None = None) -> str | None:
-    """Return why a checkpoint can't be used, in one line; None: every file is as its manifest says.
+    """Say in one line why a checkpoint can't be used; None if every file is as its manifest says.
 
     Args:
-        run: id of the run that it must belong to; None: any.
+        run: id of the run that must have written it; None: any.
     """
     try:
         manifest = read_manifest(checkpoint)
         if damage := find_damage(checkpoint, manifest["files"]):
             return damage
         state = read_state(checkpoint)
-    except (OSError, ValueError) as failure:  # an OSError: it has been deleted meanwhile
+    except (OSError, ValueError) as failure:
         return str(failure)
     if (state.step, state.tokens) != (manifest["step"], manifest["tokens"]):
         return f"{MANIFEST} is of step {manifest['step']}, {STATE} of step {state.step}"
     return None if run in (None, state.run) else "another run has written it"
 
 
-def choose(
-    resume: str, folder: Path, warn: Callable[[str], None] = logger.warning, run: str | None = None
-) -> Path | None:
-    """The checkpoint to start from, by `trainer.resume` (auto, none or a path); None: the beginning.
+class CheckpointStore:
+    """The checkpoints of one run.
 
     Args:
-        warn: gets a line for each one that `auto` passes over.
-        run: id of the run to resume; None: unknown.
-
-    Raises:
-        ValueError: `none` where checkpoints exist, a path that does not verify.
+        folder: the run's `checkpoints/`.
+        run: id of the run that must have written them; None: any.
     """
-    present = checkpoints(folder)
-    if resume == "none":
-        if present:
-            raise ValueError(
-                f"{folder} holds {present[-1].name} and trainer.resume=none would write over it: "
-                "use trainer.resume=auto to resume it, or another run.dir"
-            )
-        return None
-    if resume != "auto":
-        if error := find_error(Path(resume)):
-            raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {error}")
-        step = read_manifest(Path(resume))["step"]
-        later = [path.name for path in present if step_of(path.name) > step]
-        if later:  # resume=auto would later take them for this run's
-            raise ValueError(
-                f"{folder} holds {later[-1]}, which comes after {resume}: use trainer.resume=auto to resume "
-                "from it, or another run.dir"
-            )
-        return Path(resume)
-    return newest_intact(folder, warn, run)
 
+    def __init__(self, folder: Path, run: str | None = None):
+        self.folder, self._run = folder, run
 
-def newest_intact(
-    folder: Path, warn: Callable[[str], None] = logger.warning, run: str | None = None
-) -> Path | None:
-    """The newest checkpoint that verifies; None if the folder holds no checkpoint at all.
+    def list(self) -> list[Path]:
+        """Return the checkpoint folders, oldest first, without verifying them. Renamed copies are ignored."""
+        present = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
+        return sorted(present, key=lambda path: step_of(path.name))
 
-    Args:
-        warn: gets a line for each one that is passed over.
-        run: id of the run that it must belong to; None: any.
+    def newest_state(self, resume: str = "auto") -> tuple[Path, TrainState] | None:
+        """Return the checkpoint that `choose` probably takes, with its state. Nothing else is verified.
 
-    Raises:
-        ValueError: none of those it holds will do.
-    """
-    present = checkpoints(folder)
-    for checkpoint in reversed(present):
-        error = find_error(checkpoint, run)
-        if error is None:
-            return checkpoint
-        warn(f"checkpoint   {checkpoint} is not used ({error}): trying the one before it")
-    if not present:
-        return None
-    raise ValueError(f"no checkpoint in {folder} is intact: delete the folder to start again")
-
-
-def clean(folder: Path, keep: str = "") -> None:
-    """Delete what was left half-written or half-deleted. Only with the run's lock held.
-
-    Args:
-        keep: name of the folder that is being written.
-    """
-    for pattern in (WRITING, DELETING):
-        for path in folder.glob(pattern + "*"):
-            if path.name != keep:
-                delete(path)
-
-
-def prune(newest: Path, keep: int, keep_every: int = 0) -> str | None:
-    """Of the checkpoints up to `newest`, keep the last `keep` (0: all) and those of each `keep_every` steps.
-
-    Later ones stay: they are the corrupt remains of an earlier attempt, and must not count as the newest.
-
-    Returns:
-        One line that names those that could not be deleted, and why; None: all were.
-    """
-    left: dict[str, str] = {}
-    if not keep:
-        return None
-    last = step_of(newest.name)
-    for old in [path for path in checkpoints(newest.parent) if step_of(path.name) <= last][:-keep]:
-        if not keep_every or step_of(old.name) % keep_every:
+        Raises:
+            ValueError: `resume` is not a checkpoint.
+        """
+        if resume == "none":
+            return None
+        for checkpoint in reversed(self.list()):
             try:
-                remove_folder(old)
-            except OSError as failure:
-                left[old.name] = reason(failure)
-            else:
-                if old.exists():
-                    left[old.name] = "files stayed in it"
-    return f"could not delete {', '.join(left)} ({', '.join(set(left.values()))})" if left else None
+                state = read_state(checkpoint)
+            except (OSError, ValueError):
+                continue
+            if self._run in (None, state.run) and resume in ("auto", state.config.get("trainer.resume")):
+                return checkpoint, state
+        if resume == "auto":
+            return None
+        if not (Path(resume) / MANIFEST).is_file():
+            raise ValueError(
+                f"trainer.resume={resume} is not a checkpoint: give a folder checkpoints/step-N of a run; to "
+                "begin with the weights of an exported model give init_from"
+            )
+        return Path(resume), read_state(Path(resume))
+
+    def choose(self, resume: str, warn: Callable[[str], None] = logger.warning) -> Path | None:
+        """Return the verified checkpoint to start from; None: the beginning.
+
+        Args:
+            resume: `trainer.resume`: auto, none or a path. A run that was begun with this path continues from
+                its newest checkpoint, so that a batch system may repeat the same command.
+            warn: gets a line for each checkpoint that `auto` skips.
+
+        Raises:
+            ValueError: `none` where checkpoints exist, a path that does not verify, or no intact checkpoint.
+        """
+        present = self.list()
+        if resume == "none":
+            if present:
+                raise ValueError(
+                    f"{self.folder} holds {present[-1].name}, which trainer.resume=none would overwrite: use "
+                    "trainer.resume=auto to resume it, or another run.dir"
+                )
+            return None
+        if resume != "auto" and (newest := self.newest_state(resume)) and newest[0] not in present:
+            return self._choose_foreign(Path(resume), present)
+        for checkpoint in reversed(present):
+            error = find_error(checkpoint, self._run)
+            if error is None:
+                return checkpoint
+            warn(f"checkpoint   {checkpoint} is not used ({error}): trying the one before it")
+        if present:
+            raise ValueError(f"no checkpoint in {self.folder} is intact: delete it to start again")
+        return None
+
+    def _choose_foreign(self, checkpoint: Path, present: Sequence[Path]) -> Path:
+        if error := find_error(checkpoint):
+            raise ValueError(f"trainer.resume={checkpoint} is not an intact checkpoint: {error}")
+        step = read_manifest(checkpoint)["step"]
+        if later := [path.name for path in present if step_of(path.name) > step]:
+            # A later `auto` would take them for this run's.
+            raise ValueError(
+                f"{self.folder} holds {later[-1]}, which comes after {checkpoint}: use "
+                "trainer.resume=auto to resume from it, or another run.dir"
+            )
+        return checkpoint
+
+    def clean(self, keep: str = "") -> None:
+        """Delete half-written and half-deleted folders except `keep`. The caller holds the run's lock."""
+        for pattern in (WRITING, DELETING):
+            for path in self.folder.glob(pattern + "*"):
+                if path.name != keep:
+                    delete(path)
+
+    def prune(self, newest: Path, keep: int, keep_every: int = 0) -> str | None:
+        """Delete checkpoints up to `newest`, except the last `keep` and the multiples of `keep_every` steps.
+
+        Later ones are the corrupt remains of an earlier attempt: they stay, and do not count.
+
+        Args:
+            keep: 0: all.
+
+        Returns:
+            One line that names those that could not be deleted, and why; None if all were.
+        """
+        failed: dict[str, str] = {}
+        last = step_of(newest.name)
+        for old in [path for path in self.list() if keep and step_of(path.name) <= last][:-keep]:
+            if not keep_every or step_of(old.name) % keep_every:
+                try:
+                    remove_folder(old)
+                except OSError as failure:
+                    failed[old.name] = reason(failure)
+                else:
+                    if old.exists():
+                        failed[old.name] = "files stayed in it"
+        return f"could not delete {', '.join(failed)} ({', '.join(set(failed.values()))})" if failed else None

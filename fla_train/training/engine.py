@@ -22,7 +22,7 @@ from fla_train.kernels.precompile import precompile
 from fla_train.models.float8 import Float8Weights
 from fla_train.training import deepspeed_patches
 from fla_train.training.callback import Callback
-from fla_train.training.config import TrainConfig, accumulation_steps, resolve_device, with_processes
+from fla_train.training.config import TrainConfig
 from fla_train.training.optimizer import FlatAdamW, build_optimizer
 from fla_train.training.process_group import join
 
@@ -80,12 +80,12 @@ class Outcome:
 
 
 def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
-    """Return the whole DeepSpeed config; `validate` has checked the batch, which gives the accumulation."""
+    """Return the whole DeepSpeed config; `resolve` has checked the batch, which gives the accumulation."""
     trainer, launch = config.trainer, config.launch
     overlap = on_gpu and launch.num_processes > 1 and launch.overlap_communication  # gloo has no streams
     return {
         "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps(config),
+        "gradient_accumulation_steps": config.num_accumulated,
         "gradient_clipping": 0.0,  # `train_step` clips and skips, without waiting for the device
         "gradient_allreduce_op": "sum",  # `train_step` divides the loss, not DeepSpeed each gradient
         "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
@@ -125,8 +125,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
     stay ours: accelerate's scheduler steps once per process, and its loader state is not per rank. Ranks come
     from torch.distributed only: on a CPU accelerate may see one process whatever their number.
     """
-    config = with_processes(config)
-    on_gpu = resolve_device(config) == "cuda"
+    on_gpu = config.launch.device == "cuda"
     if on_gpu:
         deepspeed_patches.ask_cuda_for_free_memory()
     else:

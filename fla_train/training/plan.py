@@ -1,61 +1,108 @@
-"""The plan of a run, before it starts: parameters, tokens, FLOPs, time, memory, disk."""
+"""The plan of a run: its resolved config, and its parameters, tokens, FLOPs, time, memory and disk."""
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from omegaconf.errors import OmegaConfBaseException
 
-from fla_train.data.cache import PreparedData
+from fla_train.data.cache import PreparedData, open_prepared
 from fla_train.data.config import DataConfig
+from fla_train.hub.saved_config import escaped
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.callback import make_callbacks
-from fla_train.training.config import (
-    TrainConfig,
-    accumulation_steps,
-    describe_processes,
-    records_graph,
-    with_processes,
-)
-from fla_train.training.run_data import open_training_data
+from fla_train.training.config import TrainConfig, records_graph, to_config
+from fla_train.training.run_data import open_training_data, task_data
+from fla_train.utils.safe_files import read_json
 from fla_train.utils.throughput import peak_flops
 
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of hours
-GPU_SIZES, USABLE = (40, 80), 0.95  # GB of memory, and the share of it that the estimate may take
+GPU_SIZES, USABLE = (40, 80), 0.95  # GB of memory, and the fraction of it that the estimate may take
 CHECKPOINT_BYTES, EXPORT_BYTES = 16, 4  # per parameter
-ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20  # of validation; the loss of fewer is rough
-MORE_TOKENS = 1.2  # of a subset than its card says: tokenizers differ
+# The validation loss of fewer sequences or documents is rough.
+ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20
+MORE_TOKENS = 1.2  # tolerated ratio of wanted tokens to those on a subset's card: tokenizers differ
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes of a run; plan.json holds the same. What the data decide is None before they are prepared."""
+class RunPlan:
+    """Everything that is known about a run before it starts. `plan.json` holds the same.
 
-    parameters: int  # as the papers count: the embedding once
-    parameters_held: int  # with the head, unless it is tied to the embedding
-    tokens: int  # of the whole run
-    epochs: float | None  # tokens / tokens of the training split
-    flops_per_token: float  # forward and backward
-    memory_bytes: int  # estimate per process
-    gpu_hours: float  # flops_per_token * tokens / (assumed utilisation * peak of a GPU)
-    hours: float  # the same on all processes together
-    run_bytes: int  # estimate of the run folder at its largest
-    data_bytes: int | None  # of the tokens to prepare; None: none, or their number is not known
-    accumulation: int  # micro-batches per rank and step
-    training_tokens: int | None  # of the training split; None where it is streamed or not prepared
-    validation_tokens: dict[str, int] | None  # of each part's validation split; "": no mixture
+    Attributes:
+        request: what the user asked for, with absolute paths. `config.yaml` records it.
+        config: the request with every number filled in. Nobody changes it.
+        parameters: as the papers count, with the embedding once.
+        parameters_held: with the head, unless it is tied to the embedding.
+        tokens: of the whole run.
+        epochs: tokens / tokens of the training split.
+        flops_per_token: forward and backward.
+        memory_bytes: estimate per process.
+        gpu_hours: flops_per_token * tokens / (assumed utilization * peak of a GPU).
+        hours: the same on all processes together.
+        run_bytes: estimate of the run folder at its largest.
+        data_bytes: of the tokens to prepare; None if that is done, or their number is unknown.
+        accumulation: micro-batches per rank and step.
+        training_tokens: of the training split; None if it is streamed or not prepared.
+        validation_tokens: of the validation split by part of a mixture ("" without one); None: not prepared.
+        validation_documents: in all validation splits.
+        unigram_entropy: of the validation split, nats per token.
+        data_folder: the prepared data; None: not prepared.
+    """
+
+    request: TrainConfig
+    config: TrainConfig
+    parameters: int
+    parameters_held: int
+    tokens: int
+    epochs: float | None
+    flops_per_token: float
+    memory_bytes: int
+    gpu_hours: float
+    hours: float
+    run_bytes: int
+    data_bytes: int | None
+    accumulation: int
+    training_tokens: int | None
+    validation_tokens: dict[str, int] | None
     validation_documents: int | None
-    unigram_entropy: float | None  # of the validation split, nats per token
+    unigram_entropy: float | None
     data_folder: str | None
 
+    def open_data(self) -> PreparedData:
+        """Open the prepared text, or describe the task as data."""
+        task = self.config.task
+        return open_prepared(self.data_folder) if task is None else task_data(task, self.config.seed)
 
-def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
-    """Work out the plan.
+    def to_json(self) -> str:
+        """Return the content of `plan.json`."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def read_plan(path: Path) -> RunPlan:
+    """Read a `plan.json`.
 
     Raises:
-        ValueError: a model config whose parts do not fit together, shards that are missing or cut short, or
-            fewer training tokens than one sequence.
+        OSError: it can't be read.
+        ValueError: it is damaged, or another version wrote it with other fields.
+    """
+    try:
+        content = read_json(path)
+        for name in ("request", "config"):
+            content[name] = to_config(escaped(content[name]))
+        return RunPlan(**content)
+    except (AttributeError, KeyError, TypeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is not a plan of this version: {' '.join(str(error).split())}") from error
+
+
+def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | None) -> RunPlan:
+    """Work out the plan of a resolved config.
+
+    Raises:
+        ValueError: the shards are missing or cut short, or hold fewer training tokens than one sequence.
     """
     trainer = config.trainer
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
@@ -66,13 +113,15 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
     node = config.model
     count = count_parameters(build_on_meta(node) if is_zoo(node) else build_model_config(node))
     tokens = trainer.max_steps * trainer.global_batch_tokens
-    flops = training_flops(config)
+    flops = _training_flops(config)
     peak = peak_flops(ASSUMED_GPU, "bf16", config.launch.peak_tflops)
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
-    width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
+    width = 2 if (node["vocab_size"] or 0) <= 1 << 16 else 4
     gpu_hours = flops * tokens / (ASSUMED_MFU * peak) / 3600
-    return Plan(
+    return RunPlan(
+        request=request,
+        config=config,
         parameters=count.embedding_once,
         parameters_held=count.total,
         tokens=tokens,
@@ -80,10 +129,10 @@ def make_plan(config: TrainConfig, data: PreparedData | None) -> Plan:
         flops_per_token=flops,
         memory_bytes=_memory(config, count),
         gpu_hours=gpu_hours,
-        hours=gpu_hours / with_processes(config).launch.num_processes,
+        hours=gpu_hours / config.launch.num_processes,
         run_bytes=_run_bytes(config, count.total),
         data_bytes=to_prepare and width * to_prepare,
-        accumulation=accumulation_steps(config),
+        accumulation=config.num_accumulated,
         training_tokens=None if config.data.stream else train.get("tokens"),
         validation_tokens={name: split["tokens"] for name, split in held_out.items()} if data else None,
         validation_documents=sum(split["documents"] for split in held_out.values()) if data else None,
@@ -105,7 +154,7 @@ def _run_bytes(config: TrainConfig, parameters: int) -> int:
     return parameters * (CHECKPOINT_BYTES * checkpoints + EXPORT_BYTES * written(trainer.export_every))
 
 
-def training_flops(config: TrainConfig) -> float:
+def _training_flops(config: TrainConfig) -> float:
     """FLOPs per token, forward and backward."""
     if is_zoo(config.model):
         return forward_flops(build_on_meta(config.model), config.trainer.seq_len).training
@@ -116,14 +165,14 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
     """Bytes per process; of another library's model those of weights, gradients and AdamW only."""
     trainer = config.trainer
     if is_zoo(config.model):
-        return 8 * count.total + 8 * count.total // with_processes(config).launch.num_processes
+        return 8 * count.total + 8 * count.total // config.launch.num_processes
     memory = training_memory_bytes(
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,
         num_devices=config.launch.num_processes,
         element_size=2 if trainer.autocasts else 4,
         gradient_checkpointing=trainer.activation_checkpointing,
-        accumulates=accumulation_steps(config) > 1,
+        accumulates=config.num_accumulated > 1,
     )
     # One byte in each of two orders. Without checkpointing they take the place of weights in bf16.
     in_float8 = trainer.precision == "fp8" and trainer.activation_checkpointing
@@ -141,11 +190,12 @@ def _state_bytes(config: TrainConfig) -> int:
     model = build_model_config(config.model)
     layers = model.layer_types.count("linear_attention")
     row = 4 * layers * model.value_heads * model.head_dim * model.head_v_dim
-    return row * config.trainer.micro_batch_size * (accumulation_steps(config) + 1)
+    return row * config.trainer.micro_batch_size * (config.num_accumulated + 1)
 
 
-def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
-    """The plan for a reader."""
+def plan_lines(plan: RunPlan) -> list[str]:
+    """Describe the plan for a reader, with warnings."""
+    config = plan.config
     trainer, launch = config.trainer, config.launch
     peak = f"{launch.peak_tflops:g} TFLOP/s" if launch.peak_tflops else f"an {ASSUMED_GPU}'s peak"
     wall = f"{plan.hours:,.1f} hours on {launch.num_processes} GPU(s)"
@@ -168,7 +218,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {most}{plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
         + ("" if plan.epochs is None else f" ({plan.epochs:.2f} epochs)"),
-        f"batch        {describe_processes(launch)} x {plan.accumulation} micro-batch(es) x "
+        f"batch        {launch.describe()} x {plan.accumulation} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
         *([hours] if plan.gpu_hours >= 1 else []),
@@ -178,7 +228,7 @@ def plan_lines(config: TrainConfig, plan: Plan) -> list[str]:
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
         f"device       {launch.device}, {trainer.precision}{reduction}{here}",
         *_mixer_lines(config),
-        *_data_lines(config, plan),
+        *_data_lines(plan),
         *_curriculum_lines(config),
         *_unread_lines(config),
     ]
@@ -196,12 +246,13 @@ def _mixer_lines(config: TrainConfig) -> list[str]:
     return [f"mixer        {mixer.__name__}: FLOPs are {flops}; memory is estimated as for DeltaProduct"]
 
 
-def _data_lines(config: TrainConfig, plan: Plan) -> list[str]:
-    """Tokens of the splits, with warnings of parts that validation leaves out, and of a short split."""
+def _data_lines(plan: RunPlan) -> list[str]:
+    """Describe the splits, and warn of a validation split that is short or lacks parts of a mixture."""
+    config = plan.config
     tokens, seq_len = plan.validation_tokens, config.trainer.seq_len
     if tokens is None:
         unprepared = "data         not prepared yet: fla-prepare does it, or the start of the run"
-        return [unprepared, *_subset_lines(config, plan)]
+        return [unprepared, *_subset_lines(plan)]
     held_out = sum(tokens.values())
     lines = []
     if config.task is None:
@@ -224,9 +275,9 @@ def _data_lines(config: TrainConfig, plan: Plan) -> list[str]:
     return lines
 
 
-def _subset_lines(config: TrainConfig, plan: Plan) -> list[str]:
-    """A warning of a subset of a dataset that has fewer tokens than the run would take from it."""
-    data = config.data
+def _subset_lines(plan: RunPlan) -> list[str]:
+    """Warn of a subset of a dataset that has fewer tokens than the run wants."""
+    data = plan.config.data
     known, wanted = data.subset_tokens.get(str(data.name), math.inf), data.max_tokens or plan.tokens
     if wanted <= MORE_TOKENS * known:
         return []

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fla_train.hub.paths import own_name
+from fla_train.training.checkpoint import CheckpointStore
 from fla_train.utils.environment import describe_environment
 from fla_train.utils.filesystem import halves_of, write_whole
 from fla_train.utils.locks import open_lock, try_lock
@@ -22,7 +23,8 @@ class RunFolder:
 
     Attributes:
         name: what plots, cards and loggers call the run.
-        config: the config, with what it left open filled in; its number of processes may stay `auto`.
+        config: what the user asked for, with absolute paths.
+        plan: the `RunPlan` of the newest start.
         starts: a numbered folder each time workers were started: start.json, config.yaml, environment.json.
         accuracy: curves of the newest evaluation on a task.
     """
@@ -54,6 +56,11 @@ class RunFolder:
             return self.run_id.read_text().strip() or None
         except OSError:
             return None
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The run's checkpoints."""
+        return CheckpointStore(self.checkpoints, self.id())
 
     def owns(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint lies among this run's."""

@@ -18,7 +18,7 @@ from fla_train.models.build import is_zoo
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
-from fla_train.training.config import TrainConfig, records_graph
+from fla_train.training.config import records_graph
 from fla_train.training.engine import (
     HostTransfer,
     Outcome,
@@ -40,7 +40,7 @@ from fla_train.training.features.suites import Suites
 from fla_train.training.load_checkpoint import load_checkpoint, load_features
 from fla_train.training.log import RunLogger
 from fla_train.training.optimizer import make_schedule
-from fla_train.training.plan import training_flops
+from fla_train.training.plan import RunPlan
 from fla_train.training.preemption import StopRequest
 from fla_train.training.process_group import split_ranks
 from fla_train.training.resume import check_config_consistency, recorded
@@ -99,7 +99,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        plan: RunPlan,
         data: PreparedData,
         model: PreTrainedModel,
         resume: Path | None,
@@ -109,7 +109,7 @@ class Trainer:
         lock: RunLock | None = None,
         timeline: Timeline | None = None,
     ):
-        trainer = config.trainer
+        config, trainer = plan.config, plan.config.trainer
         self.config, self.data, self.watchdog, self.request, self.lock = config, data, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
         self.timeline = timeline or Timeline()  # of the start, then of the end
@@ -137,7 +137,7 @@ class Trainer:
         self.schedule = make_schedule(config)
         self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
         self.log = self.logger.log
-        self.throughput = _throughput(config, self.engine.device)
+        self.throughput = _throughput(plan, self.engine.device)
         self.checkpoints = CheckpointManager(
             self.engine,
             self.folder.checkpoints,
@@ -410,10 +410,11 @@ def _divides(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _throughput(config: TrainConfig, device: torch.device) -> Throughput:
+def _throughput(plan: RunPlan, device: torch.device) -> Throughput:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name, config.trainer.precision, config.launch.peak_tflops)
-    return Throughput(training_flops(config), None if peak is None else peak * dist.get_world_size(), device)
+    peak = peak_flops(name, plan.config.trainer.precision, plan.config.launch.peak_tflops)
+    total = None if peak is None else peak * dist.get_world_size()
+    return Throughput(plan.flops_per_token, total, device)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One rank of a run: `fla_train.training.worker CONFIG DATA` (`module_command`), started by the agent.
+"""One rank of a run: `fla_train.training.worker PLAN` (`module_command`), started by the agent.
 
 Without arguments it imports and waits for them (`import_ahead`).
 Ranks that torchrun or accelerate start come here through `fla-train`. Stdout and stderr go to train.log of
@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -31,6 +30,7 @@ from fla_train.utils.watchdog import Watchdog, end_process
 
 if TYPE_CHECKING:  # they import torch, and a request to stop must be handled before that
     from fla_train.training.config import TrainConfig
+    from fla_train.training.plan import RunPlan
     from fla_train.training.run_folder import RunFolder
 
 RETRY, FINAL = 1, 2  # exit statuses: another start may help; it would fail in the same way
@@ -55,19 +55,18 @@ def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> 
     return FINAL if final else RETRY
 
 
-def run(config: "TrainConfig", data: Path, request: StopRequest, timeline: Timeline) -> NoReturn:
+def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
     """`train` with this process's output in the rank's log; ends the process."""
     from fla_train.training.run_folder import RunFolder
 
     try:
-        console = redirect_output(RunFolder(Path(config.run.dir)).log(int(os.environ["RANK"])))
+        console = redirect_output(RunFolder(Path(plan.config.run.dir)).log(int(os.environ["RANK"])))
     except OSError as failure:
         os._exit(_leave_line(failure))  # without a traceback: there is no log for it
     try:
-        finished = train(config, data, console, request, timeline)
+        finished = train(plan, console, request, timeline)
     except BaseException as failure:
-        world = replace(config.launch, num_processes=int(os.environ["WORLD_SIZE"]))
-        status = report(failure, replace(config, launch=world))
+        status = report(failure, plan.config)
         with suppress(OSError):
             if console.isatty():
                 console.write("\n")  # below the bar
@@ -81,33 +80,26 @@ def run(config: "TrainConfig", data: Path, request: StopRequest, timeline: Timel
     sys.exit(0 if finished else EXIT_CODE)
 
 
-def train(
-    config: "TrainConfig", data_folder: Path, console: TextIO, request: StopRequest, timeline: Timeline
-) -> bool:
+def train(plan: "RunPlan", console: TextIO, request: StopRequest, timeline: Timeline) -> bool:
     """Train as the rank that the environment names; False when `request` ended it before the last step.
 
     Args:
-        config: whose number of processes may be `auto`.
-        data_folder: the prepared text, or `.` for a synthetic task.
         timeline: of the start, whose phases are logged after the first step.
     """
     import torch.distributed as dist
 
-    from fla_train.data.cache import open_prepared
-    from fla_train.training.config import with_processes
     from fla_train.training.model import build_model, load_initial_weights
     from fla_train.training.process_group import join
     from fla_train.training.resume import agree_on_checkpoint
-    from fla_train.training.run_data import task_data
     from fla_train.training.run_folder import RunFolder, RunLock
     from fla_train.training.trainer import Trainer
 
     timeline.mark("imports")
-    given, config = config, with_processes(config)
+    config = plan.config
+    assert config.launch.num_processes == int(os.environ["WORLD_SIZE"])
     folder = RunFolder(Path(config.run.dir))
     watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
-    task = config.task
-    data = open_prepared(data_folder) if task is None else task_data(task, config.seed)
+    data = plan.open_data()
     # Drawing the weights takes one core for seconds. What runs beside it leaves the global random state.
     thread = ThreadPoolExecutor(1, "model")
     building = thread.submit(build_model, config, data, fresh=True)
@@ -115,7 +107,7 @@ def train(
     lock = RunLock(folder) if dist.get_rank() == 0 else None
     log = partial(log_both, console)
     with closing(lock) if lock else nullcontext():
-        resume = agree_on_checkpoint(config, folder, log)
+        resume = agree_on_checkpoint(folder.store, config.trainer.resume, log)
         if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
             _check_backend(config, log)
             timeline.mark("backend check")
@@ -126,9 +118,9 @@ def train(
         timeline.mark("model")
         if lock is not None:
             folder.sweep()
-            _record(given, config, data, folder, resume, log)
+            _record(plan, folder, resume, log)
         timeline.mark("run folder")
-        finished = Trainer(config, data, model, resume, console, watchdog, request, lock, timeline).run()
+        finished = Trainer(plan, data, model, resume, console, watchdog, request, lock, timeline).run()
     watchdog.close()
     return finished
 
@@ -166,32 +158,24 @@ def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
         log(f"backend      {report.summary()}")
 
 
-def _record(
-    given: "TrainConfig",
-    config: "TrainConfig",
-    data: object,
-    folder: "RunFolder",
-    resume: Path | None,
-    log: Callable[[str], None],
-) -> None:
+def _record(plan: "RunPlan", folder: "RunFolder", resume: Path | None, log: Callable[[str], None]) -> None:
     """Write what is written once a start, and log where it begins."""
     from fla_train.training import checkpoint
     from fla_train.training.config import to_yaml
-    from fla_train.training.plan import make_plan, plan_lines
+    from fla_train.training.plan import plan_lines
     from fla_train.training.run_folder import write_environment
 
-    plan = make_plan(config, data)
-    write_whole(folder.config, to_yaml(given))
-    write_environment(folder, config.launch.device)
-    write_whole(folder.plan, json.dumps(asdict(plan), indent=2) + "\n")
+    write_whole(folder.config, to_yaml(plan.request))
+    write_environment(folder, plan.config.launch.device)
+    write_whole(folder.plan, plan.to_json())
     state = checkpoint.TrainState() if resume is None else checkpoint.read_state(resume)
     if folder.id() is None:
         own = resume is not None and folder.owns(resume)
         write_whole(folder.run_id, (state.run if own else None) or secrets.token_hex(8))
-    world = config.launch.num_processes
+    world = plan.config.launch.num_processes
     folder.record_start(state.step, state.tokens, world)
     with suppress(OSError):
-        print(*plan_lines(config, plan), sep="\n", flush=True)
+        print(*plan_lines(plan), sep="\n", flush=True)
     log(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
     if resume is not None and (saved := checkpoint.world_size(resume)) != world:
         log(f"resume       checkpoint of {saved} process(es), optimizer state resharded for {world}")
@@ -204,16 +188,15 @@ def main() -> None:
     given = wait_for_arguments() if len(sys.argv) == 1 else time.time()
     timeline = Timeline(float(os.environ[BEGAN]))
     timeline.mark("launcher", at=given)
-    config_file, data = map(Path, sys.argv[1:])
-    from fla_train.training.config import load_config
+    from fla_train.training.plan import read_plan
 
     try:
-        config = load_config(config_file)
-    except ValueError as failure:  # the agent's temporary files have been deleted
+        plan = read_plan(Path(sys.argv[1]))
+    except (OSError, ValueError) as failure:  # the agent's temporary files have been deleted
         sys.exit(_leave_line(failure))
-    if config.launch.device == "cpu":
+    if plan.config.launch.device == "cpu":
         keep_freed_memory()
-    run(config, data, request, timeline)
+    run(plan, request, timeline)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from fla_train.training.engine import build_engine, gradients_of, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
 from fla_train.training.features.initial_states import InitialStates
+from fla_train.training.resolve import resolve
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: as in a curriculum
 
@@ -90,7 +91,7 @@ def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
 def _engine(config: TrainConfig):
     model = make_model(config)
     checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=False)
-    return build_engine(model, config)
+    return build_engine(model, resolve(config).config)
 
 
 def _passing(engine) -> InitialStates:

@@ -21,6 +21,7 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.evaluation import evaluate
+from fla_train.training.resolve import resolve
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
 LEARNING_RATE = 1e-2
@@ -103,9 +104,12 @@ def precompile_without_kernels(engine: DeepSpeedEngine, batch: Sequence[torch.Te
 
 def run(config: TrainConfig) -> dict:
     """Return losses, norms and checksums of steps, and the effects of a NaN on one rank and of a spike."""
-    engine = build_engine(make_model(config), config)
+    precision = config.trainer.precision  # tests emulate fp8, which `resolve` refuses on a CPU
+    plan = resolve(replace(config, trainer=replace(config.trainer, precision="auto")))
+    plan.config.trainer.precision = precision if precision != "auto" else plan.config.trainer.precision
+    engine = build_engine(make_model(config), plan.config)
     rank, world = dist.get_rank(), dist.get_world_size()
-    plan = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
+    sampler = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
     bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=config.optimizer.max_grad_norm)
 
@@ -115,17 +119,17 @@ def run(config: TrainConfig) -> dict:
         outcomes = []
         for step in range(first, first + count):
             ids, labels = make_batch(step)
-            pairs = [(ids[rows], labels[rows]) for rows in plan.indices(0)]
+            pairs = [(ids[rows], labels[rows]) for rows in sampler.indices(0)]
             stop = rank == world - 1 and step == first + count - 1
             outcomes.append(train_step(engine, pairs, LEARNING_RATE, bad_steps, stop=stop))
             weights.append(checksum(engine.module))
         return [outcome.read() for outcome in outcomes]
 
-    passes = precompile_without_kernels(engine, [tensor[plan.indices(0)[0]] for tensor in make_batch(0)])
+    passes = precompile_without_kernels(engine, [tensor[sampler.indices(0)[0]] for tensor in make_batch(0)])
     results = steps(0, STEPS)
     content = {
         "precompiled_passes": passes,
-        "accumulation": plan.accumulation,
+        "accumulation": sampler.accumulation,
         "losses": [r.loss for r in results],
         "grad_norms": [r.grad_norm for r in results],
         "targets": [r.targets for r in results],

@@ -13,6 +13,7 @@ from engine_steps import make_batch, make_model, poisoned
 from fla_train.training.config import load_config
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.resolve import resolve
 
 
 def refuse(*arguments: object) -> None:
@@ -21,7 +22,7 @@ def refuse(*arguments: object) -> None:
 
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
-    engine = build_engine(make_model(config), config)
+    engine = build_engine(make_model(config), resolve(config).config)
 
     def make_filter(*statistics: float) -> BadSteps:
         return BadSteps(engine.device, max_grad_norm=1.0, spike_deviations=4.0, statistics=statistics)

@@ -48,7 +48,7 @@ def writers(staging: int) -> Iterator[list[AsyncWriter]]:
 
 def test_rank_0_completes_what_all_ranks_have_written(writers: list[AsyncWriter], tmp_path: Path):
     for rank in (0, 2, 1):
-        assert not checkpoint.checkpoints(tmp_path)
+        assert not checkpoint.CheckpointStore(tmp_path).list()
         writers[rank].start(make_job(tmp_path, rank, 3), BESIDE)
     assert [writer.result().error for writer in writers] == [None] * 3
     (path,) = tmp_path.iterdir()

@@ -15,10 +15,11 @@ from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import BatchSampler
 from fla_train.training import checkpoint
-from fla_train.training.config import OptimizerConfig, TrainConfig, validate
+from fla_train.training.config import OptimizerConfig, TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.optimizer import check_elementwise, make_schedule, parameter_groups
+from fla_train.training.resolve import resolve
 from fla_train.training.trainer import build_features
 from fla_train.utils.records import read_metrics
 
@@ -229,7 +230,7 @@ def test_a_custom_schedule_gets_its_options(make_config: Make, examples: None):
 @pytest.mark.usefixtures("examples")
 def test_what_cannot_work_is_named_before_the_start(make_config: Make, options: list[str], named: str):
     with pytest.raises(ValueError, match=named):
-        validate(make_config("launch.device=cpu", *options))
+        resolve(make_config("launch.device=cpu", *options))
 
 
 def test_a_callback_checks_the_config(make_config: Make, monkeypatch: pytest.MonkeyPatch, examples: None):
@@ -237,4 +238,4 @@ def test_a_callback_checks_the_config(make_config: Make, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(callbacks.Ema, "check", lambda self, config: [f"{config.trainer.max_steps} steps"])
     with pytest.raises(ValueError, match="callbacks:Ema: 12 steps"):
-        validate(make_config("launch.device=cpu", "trainer.callbacks=[callbacks:Ema]"))
+        resolve(make_config("launch.device=cpu", "trainer.callbacks=[callbacks:Ema]"))

@@ -25,6 +25,7 @@ from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.process_group import join
+from fla_train.training.resolve import resolve
 from fla_train.utils.staging_buffer import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -225,7 +226,7 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
 
     And whether the checkpoint holds the weights from before, and fits in the memory reserved for it.
     """
-    engine = build_engine(make_model(config), config)
+    engine = build_engine(make_model(config), resolve(config).config)
     bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=1.0)
     manager = CheckpointManager(engine, folder, keep=0, keep_every=0, log=print)
     train_step(engine, [make_batch(0)], 0.1, bad_steps)
@@ -282,4 +283,4 @@ def test_all_ranks_hear_of_a_rank_that_could_not_write(warm_ranks: WarmRanks, tm
     assert "NO CHECKPOINT, rank 1: the writer process was killed by SIGKILL" in said[2]
     assert len(said) == 4 and nothing == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000002", "step-0000004"]
-    assert checkpoint.world_size(checkpoint.newest_intact(tmp_path)) == 2
+    assert checkpoint.world_size(checkpoint.CheckpointStore(tmp_path).choose("auto")) == 2

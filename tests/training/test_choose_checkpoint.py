@@ -1,8 +1,7 @@
-"""Which checkpoint a start begins from, and what the ranks of other machines make of it."""
+"""All ranks agree on the checkpoint to start from and on the config."""
 
 import errno
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,44 +14,15 @@ from test_checkpoint import make
 from warm_ranks import WarmRanks
 
 from fla_train.training import resume
-from fla_train.training.config import TrainConfig, to_yaml
+from fla_train.training.config import TrainConfig
 from fla_train.training.log import log
-from fla_train.training.resume import (
-    agree_on_checkpoint,
-    check_config_consistency,
-    choose_checkpoint,
-    newest_readable,
-)
+from fla_train.training.resume import agree_on_checkpoint, check_config_consistency
 from fla_train.training.run_folder import RunFolder
 
 Make = Callable[..., TrainConfig]
 
 
-def test_a_branch_goes_on_from_its_own_checkpoints_by_the_same_command(make_config: Make, tmp_path: Path):
-    """A batch system gives it again; another path in its place is refused."""
-    trunk, other = (make(tmp_path / name, 3) for name in ("trunk", "other"))
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    config = make_config("launch.device=cpu", f"trainer.resume={trunk}", f"run.dir={folder.root}")
-    assert choose_checkpoint(config, folder, print) == trunk
-    folder.config.write_text(to_yaml(config))
-    newest = make(folder.checkpoints, 4)
-    assert choose_checkpoint(config, folder, print) == newest
-    asked = replace(config, trainer=replace(config.trainer, resume=str(other)))
-    with pytest.raises(ValueError, match="holds step-0000004, which comes after"):
-        choose_checkpoint(asked, folder, print)
-
-
-def test_the_newest_readable_checkpoint_is_found_without_reading_it_whole(make_config: Make, tmp_path: Path):
-    config = make_config("launch.device=cpu", f"run.dir={tmp_path}")
-    assert newest_readable(config) is None
-    first, second = (make(tmp_path / "checkpoints", step) for step in (3, 6))
-    for path, state in ((first, {"step": 3}), (second, {"torn": 1})):
-        (path / "state.json").write_text(json.dumps(state))
-    assert newest_readable(config) == first
-
-
-def _look(config: TrainConfig, root: Path, wait: float, hidden: bool) -> str:
+def _look(root: Path, wait: float, hidden: bool) -> str:
     import torch.distributed as dist
 
     from fla_train.training.process_group import join
@@ -63,7 +33,7 @@ def _look(config: TrainConfig, root: Path, wait: float, hidden: bool) -> str:
     if hidden and dist.get_rank() == 1:
         Path.is_dir = lambda path: False
     try:
-        return str(agree_on_checkpoint(config, RunFolder(root), print))
+        return str(agree_on_checkpoint(RunFolder(root).store, "auto", print))
     except ValueError as error:
         return str(error)
     finally:
@@ -71,13 +41,10 @@ def _look(config: TrainConfig, root: Path, wait: float, hidden: bool) -> str:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_all_ranks_take_what_rank_0_chose(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, hidden: bool
-):
+def test_all_ranks_take_what_rank_0_chose(warm_ranks: WarmRanks, tmp_path: Path, hidden: bool):
     """A shared disk may not show it to another machine, which waits, and then names it."""
     newest = make(tmp_path / "checkpoints", 4)
-    config = make_config("launch.device=cpu", f"run.dir={tmp_path}")
-    first, second = warm_ranks.run(2, _look, config, tmp_path, 0.2, hidden)
+    first, second = warm_ranks.run(2, _look, tmp_path, 0.2, hidden)
     assert first == str(newest)
     assert (f"does not see {newest}" in second) if hidden else (second == first)
 

@@ -70,7 +70,6 @@ def test_only_runs_on_a_gpu_that_ask_for_it_record(
     """Their recomputed layers leave the random number generator alone: no graph can read its state."""
     more = ["trainer.activation_checkpointing=selective", f"launch.device={device}"]
     config = make_config("trainer.micro_batch_size=8", f"trainer.cuda_graph={asked}", *more)
-    assert not [error for error in config.errors() if "cuda_graph" in error]
     assert records_graph(config) == records
     fixed = {"tokenizer": dict.fromkeys(TOKEN_IDS, 0)}
     model = build_model(config, SimpleNamespace(manifest=fixed))

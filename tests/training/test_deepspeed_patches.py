@@ -17,6 +17,7 @@ from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig
 from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory, collect_gradients, wait_on_stream
+from fla_train.training.resolve import resolve
 
 
 def unpatched(code: str, tmp_path: Path) -> str:
@@ -75,11 +76,11 @@ def test_it_hooks_every_gradient(make_config: Callable[..., TrainConfig], warm_r
 
 def hooks_and_parameters(config: TrainConfig) -> tuple[int, int]:
     """Return, on a rank, hooks that DeepSpeed has put on gradients (ours removed them), and parameters."""
-    from fla_train.models import build_config
-    from fla_train.models.modeling import DeltaProductForCausalLM
+    from engine_steps import make_model
+
     from fla_train.training.engine import build_engine
 
-    engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
+    engine = build_engine(make_model(config), resolve(config).config)
     return len(engine.optimizer._grad_acc_hooks), sum(1 for _ in engine.module.parameters())
 
 
@@ -94,14 +95,14 @@ def test_its_hooks_reduce_in_fp32_under_autocast_whatever_the_config_says(
 
 def dtypes_of_the_hooks(config: TrainConfig, patched: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return, on a rank, the dtypes in which hooks and config reduce the first parameter's gradient."""
-    from fla_train.models import build_config
-    from fla_train.models.modeling import DeltaProductForCausalLM
+    from engine_steps import make_model
+
     from fla_train.training.engine import build_engine
 
     with pytest.MonkeyPatch.context() as patches:
         if not patched:
             patches.setattr("fla_train.training.deepspeed_patches.reduce_in_bf16", lambda model: None)
-        engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
+        engine = build_engine(make_model(config), resolve(config).config)
     zero = engine.optimizer
     return zero.get_param_comm_dtype(next(engine.module.parameters())), zero.communication_data_type
 
@@ -116,14 +117,14 @@ def test_it_keeps_a_copy_of_weights_that_are_fp32_already(
 
 def masters_are_weights(config: TrainConfig, patched: bool) -> bool:
     """Return, on a rank, whether masters and linked fragments share the weights' memory."""
-    from fla_train.models import build_config
-    from fla_train.models.modeling import DeltaProductForCausalLM
+    from engine_steps import make_model
+
     from fla_train.training.engine import build_engine
 
     with pytest.MonkeyPatch.context() as patches:
         if not patched:
             patches.setattr("fla_train.training.deepspeed_patches.share_masters", lambda zero: None)
-        engine = build_engine(DeltaProductForCausalLM(build_config(config.model)).float(), config)
+        engine = build_engine(make_model(config), resolve(config).config)
     parameters = list(engine.module.parameters())
     linked = [p._hp_mapping.hp_fragment for p in parameters if p._hp_mapping is not None]
     masters = [*engine.optimizer.single_partition_of_fp32_groups, *linked]
@@ -155,7 +156,7 @@ def makes_a_flat_gradient(config: TrainConfig, patched: bool) -> bool:
     with pytest.MonkeyPatch.context() as patches:
         if not patched:
             patches.setattr("fla_train.training.engine.build_optimizer", plain)
-        engine = build_engine(make_model(config), config)
+        engine = build_engine(make_model(config), resolve(config).config)
     bad_steps = BadSteps(engine.device, max_grad_norm=1.0)
     train_step(engine, [make_batch(0)], 1e-3, bad_steps)
     made = []

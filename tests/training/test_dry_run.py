@@ -10,7 +10,7 @@ import fla_train
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.prepare import prepare
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.training.plan import make_plan
+from fla_train.training.resolve import resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -73,15 +73,15 @@ def test_the_costs_in_the_docs_are_those_of_the_plan():
     recipes = re.findall(r"^\| `([\w.]+)` .* \| ([\d.]+) B \| (\d+) \|$", page, re.M)
     assert len(rows) == len(commands) == 4 and len(recipes) == 5
     for command, row in zip(commands, rows, strict=True):
-        made = make_plan(fla_train.compose(*command.split(), *EIGHT), None)
+        made = resolve(fla_train.compose(*command.split(), *EIGHT))
         sizes = made.tokens / 1e9, made.hours, made.gpu_hours, made.data_bytes / 1e9, made.run_bytes / 1e9
         assert [float(text) for text in row] == [round(sizes[0], 2 if sizes[0] < 10 else 1), *rounded(sizes)]
     for name, *row in recipes:
-        made = make_plan(fla_train.compose(f"experiment=paper/{name}", *EIGHT), None)
+        made = resolve(fla_train.compose(f"experiment=paper/{name}", *EIGHT))
         assert [float(text) for text in row] == [round(made.tokens / 1e9, 1), round(made.gpu_hours)]
 
 
-EIGHT = ("launch.device=cuda", "launch.num_processes=8", "trainer.precision=bf16")
+EIGHT = ("launch.device=cuda", "launch.num_processes=8", "trainer.precision=bf16", "dry_run=true")
 
 
 def rounded(sizes: tuple[float, ...]) -> list[float]:

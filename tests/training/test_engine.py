@@ -13,6 +13,7 @@ from warm_ranks import WarmRanks
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.engine import _grad_norm, deepspeed_config
 from fla_train.training.optimizer import build_optimizer
+from fla_train.training.resolve import resolve
 from tests.ranks import start_ranks
 
 
@@ -88,7 +89,7 @@ def test_float8_takes_the_same_steps_on_two_ranks_and_nearly_those_of_bf16(
 
 def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[..., TrainConfig]):
     config = make_config("trainer.precision=bf16", "launch.num_processes=2")
-    settings = deepspeed_config(config, on_gpu=False)
+    settings = deepspeed_config(resolve(config).config, on_gpu=False)
     assert '"auto"' not in json.dumps(settings)
     assert settings["gradient_accumulation_steps"] == 2
     assert not settings["bf16"]["enabled"] and settings["torch_autocast"]["enabled"]

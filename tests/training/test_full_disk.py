@@ -60,6 +60,6 @@ def test_a_run_outlives_a_full_disk(overrides: list[str], tmp_path: Path) -> Non
     run = tmp_path / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == list(range(1, 81))
-    newest = checkpoint.choose("auto", run / "checkpoints")
+    newest = checkpoint.CheckpointStore(run / "checkpoints").choose("auto")
     assert newest is not None and newest.name == "step-0000080"
     assert (run / "hf/step-0000080/model.safetensors").is_file()

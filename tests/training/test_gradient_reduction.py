@@ -19,6 +19,7 @@ from fla_train.data.sampler import BatchSampler
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, deepspeed_config, train_step
 from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.resolve import resolve
 
 Make = Callable[..., TrainConfig]
 U = 2.0**-8
@@ -48,7 +49,7 @@ def step_of(config: TrainConfig, overlap: bool) -> list[Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fla_train.training.engine.deepspeed_config", settings)
-        engine = build_engine(engine_steps.make_model(config), config)
+        engine = build_engine(engine_steps.make_model(config), resolve(config).config)
     before = [p.detach().cpu().clone() for p in engine.module.parameters()]
     plan = BatchSampler(
         engine_steps.GLOBAL_BATCH, config.trainer.micro_batch_size, dist.get_rank(), dist.get_world_size()

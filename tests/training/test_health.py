@@ -13,15 +13,16 @@ import pytest
 import torch
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.data.prepare import prepare
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training import trainer as trainer_module
 from fla_train.training import worker
-from fla_train.training.config import TrainConfig, resolve, with_warmup
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import Outcome
 from fla_train.training.features.statistics import Statistics
 from fla_train.training.model import build_model
+from fla_train.training.plan import RunPlan
+from fla_train.training.resolve import resolve
 from fla_train.training.trainer import Trainer
 from fla_train.utils.profiling import profiled
 from fla_train.utils.records import read_metrics
@@ -135,17 +136,18 @@ def test_a_watchdog_barks_once_progress_stops(
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
 
 
-def slow_steps(config: TrainConfig, slow: list[int]) -> list[str]:
+def slow_steps(plan: RunPlan, slow: list[int]) -> list[str]:
     """On a rank: what the watchdog says of a run of which some steps take 2.5 times its timeout.
 
     By a clock that stands still but for those steps.
     """
     lines: list[str] = []
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    config = plan.config
     watchdog = Watchdog(config.trainer.hang_timeout, lines.append)
     request = SimpleNamespace(made=lambda: False)
-    data = prepare(config.data, log=lambda line: None)
-    trainer = Trainer(config, data, build_model(config, data), None, io.StringIO(), watchdog, request)
+    data = plan.open_data()
+    trainer = Trainer(plan, data, build_model(config, data), None, io.StringIO(), watchdog, request)
     usual = trainer_module.train_step
 
     def step(*arguments: Any, **options: Any) -> Outcome:
@@ -170,8 +172,8 @@ def test_only_a_usual_step_may_not_take_long(
     """The first steps, with which kernels are compiled, and the first with statistics or a profile may."""
     more = ["launch.device=cpu", "trainer.hang_timeout=1", "trainer.max_steps=9", "trainer.eval_every=0"]
     more += ["trainer.stats_every=6", "trainer.profile_steps=[7]", "trainer.checkpoint_every=0"]
-    config = with_warmup(resolve(make_config(*more, f"run.dir={tmp_path}")))
-    assert warm_ranks.run(1, slow_steps, config, [1, 3, 6, 7, 8]) == [["no progress for 1 s while in step 8"]]
+    plan = resolve(make_config(*more, f"run.dir={tmp_path}"), data="prepare")
+    assert warm_ranks.run(1, slow_steps, plan, [1, 3, 6, 7, 8]) == [["no progress for 1 s while in step 8"]]
 
 
 def test_a_closed_watchdog_and_one_without_timeout_are_silent():

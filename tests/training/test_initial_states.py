@@ -18,8 +18,9 @@ from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.cache import cache_for
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.config import TrainConfig, validate
+from fla_train.training.config import TrainConfig
 from fla_train.training.features.initial_states import InitialStates
+from fla_train.training.resolve import resolve
 from fla_train.utils.permutation import permute
 from fla_train.utils.records import read_metrics
 from tests.models.small_models import small_config
@@ -272,8 +273,8 @@ def test_a_mixer_of_ones_own_needs_states(make_config: Make, tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     common = ["launch.device=cpu", "trainer.initial_state=passing"]
     with pytest.raises(ValueError, match="stateless_mixers:Mean, which keeps no states"):
-        validate(make_config(*common, "model.mixer=stateless_mixers:Mean"))
-    validate(make_config(*common, "model.mixer=stateless_mixers:Sum"))
+        resolve(make_config(*common, "model.mixer=stateless_mixers:Mean"))
+    resolve(make_config(*common, "model.mixer=stateless_mixers:Sum"))
     with pytest.raises(ValueError, match=r"data\.document_boundaries"):
         more = ["model.mixer=stateless_mixers:Sum", "data.document_boundaries=true"]
-        validate(make_config(*common, *more))
+        resolve(make_config(*common, *more))

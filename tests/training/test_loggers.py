@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fla_train.training.config import validate
 from fla_train.training.log import Wandb
+from fla_train.training.resolve import resolve
 from fla_train.training.run_folder import RunFolder
 
 
@@ -36,7 +36,7 @@ def test_a_missing_package_is_named_before_data_are_prepared(
 def test_what_is_not_asked_for_may_be_missing(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)
-    validate(make_config("logger=none"))
+    resolve(make_config("logger=none"))
 
 
 def test_a_folder_that_wandb_has_written_is_not_the_package(
@@ -47,7 +47,7 @@ def test_a_folder_that_wandb_has_written_is_not_the_package(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
     with pytest.raises(ValueError, match="pip install wandb"):
-        validate(make_config("logger=wandb"))
+        resolve(make_config("logger=wandb"))
 
 
 def test_wandb_is_told_whose_run_it_is(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

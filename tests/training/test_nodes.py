@@ -15,8 +15,9 @@ from test_preemption import without_saves
 from test_resume import TIMEOUT, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS
 
-from fla_train.training.config import TrainConfig, load_config, with_processes
+from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.launch import launch
+from fla_train.training.resolve import resolve
 from tests.ranks import free_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -237,9 +238,10 @@ def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    more = ("run.dir=run", "trainer.global_batch_tokens=auto")
     expected = {"num_machines=1": 8, "num_machines=4": 32, "num_processes=2": 2, "device=cpu": 1}
     for option, processes in expected.items():
-        assert with_processes(make_config(f"launch.{option}")).launch.num_processes == processes
+        assert resolve(make_config(f"launch.{option}", *more)).config.launch.num_processes == processes
 
 
 @pytest.mark.slow
@@ -271,4 +273,4 @@ def test_ranks_of_another_launcher_need_a_run_folder_and_its_number(
     with pytest.raises(ValueError, match=r"launch\.num_processes=3, but 4 ranks were started"):
         launch(make_config("launch.device=cpu", "launch.num_processes=3", f"run.dir={tmp_path}"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert with_processes(make_config()).launch.num_machines == 2
+    assert resolve(make_config("run.dir=run")).config.launch.num_machines == 2

@@ -10,10 +10,10 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.hub.load import load_model
-from fla_train.training.config import TrainConfig, load_config, to_config, validate, with_task_sizes
+from fla_train.training.config import TrainConfig, load_config, to_config
 from fla_train.training.launch import launch
 from fla_train.training.model import build_model, check_initial_weights
-from fla_train.training.plan import make_plan
+from fla_train.training.resolve import resolve
 from fla_train.training.run_data import task_data
 from fla_train.utils.records import read_metrics
 
@@ -71,16 +71,17 @@ def test_documents_of_a_packed_row_are_kept_apart_or_refused(
     warm_ranks.launch(make("model=hf/llama/tiny", *packed, f"run.dir={tmp_path / 'run'}"))
     assert losses(tmp_path / "run")
     with pytest.raises(ValueError, match="not supported with mamba2"):
-        validate(make("model=hf/mamba2/tiny", "data.document_boundaries=true"))
+        resolve(make("model=hf/mamba2/tiny", "data.document_boundaries=true"))
 
 
 def test_a_task_sets_the_vocabulary_and_a_recipe_width_and_depth(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = ["experiment=state_tracking/s3", "scale=cpu", "model=hf/llama/tiny", "logger=none"]
-    config = with_task_sizes(to_config(compose("train", recipe)))
+    plan = resolve(to_config(compose("train", recipe)))
+    config = plan.config
     model = build_model(config, task_data(config.task, config.seed))
     assert model.get_input_embeddings().weight.shape == (8, 64) and model.config.num_hidden_layers == 1
-    assert make_plan(config, None).parameters_held == sum(p.numel() for p in model.parameters())
+    assert plan.parameters_held == sum(p.numel() for p in model.parameters())
     launch(to_config(compose("train", [*recipe, "dry_run=true"])))
     assert "FLOPs" in capsys.readouterr().out

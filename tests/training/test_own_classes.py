@@ -22,8 +22,9 @@ from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.run import evaluate
 from fla_train.hub.export import copy_export
 from fla_train.hub.load import load_model, load_weights
-from fla_train.training.config import TrainConfig, register, to_config, to_yaml, validate
+from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.training.launch import launch
+from fla_train.training.resolve import resolve
 from fla_train.utils.records import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -174,7 +175,7 @@ def test_a_wrong_mixer_is_refused_before_data_are_prepared(
     make_config: Callable[..., TrainConfig], mixer: str, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
-        validate(make_config(f"model.mixer={mixer}", "model.mixer_options={width: 3}"))
+        resolve(make_config(f"model.mixer={mixer}", "model.mixer_options={width: 3}"))
     assert "\n" not in str(caught.value)
 
 

@@ -106,13 +106,13 @@ def test_another_text_under_the_same_path_is_refused_before_it_is_tokenized(
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run: Path, fla_train, warm_ranks: WarmRanks):
-    saved = checkpoint.checkpoints(run / "checkpoints")
+    saved = checkpoint.CheckpointStore(run / "checkpoints").list()
     assert len(saved) > 1
     (saved[-1] / "state.json").write_text("")
     with warm_ranks.as_workers():
         code, said = fla_train(f"run.dir={run}", "trainer.max_steps=14")
     assert code == 0, said
-    assert checkpoint.read_state(checkpoint.checkpoints(run / "checkpoints")[-1]).step == 14
+    assert checkpoint.read_state(checkpoint.CheckpointStore(run / "checkpoints").list()[-1]).step == 14
     records = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert records == sorted(set(records)) and records[-1] == 14
 
@@ -125,7 +125,7 @@ def test_what_a_finished_run_was_not_trained_with_is_said(run: Path, fla_train):
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(run: Path, fla_train, tmp_path: Path):
-    newest = checkpoint.checkpoints(run / "checkpoints")[-1]
+    newest = checkpoint.CheckpointStore(run / "checkpoints").list()[-1]
     code, said = fla_train(f"run.dir={run}", "trainer.max_steps=3")
     assert code == 0 and "complete" in said
     shutil.rmtree(run / "hf")

@@ -12,12 +12,13 @@ import pytest
 import torch
 from warm_ranks import WarmRanks
 
-from fla_train.data.prepare import prepare
 from fla_train.kernels.delta_product import selfcheck
 from fla_train.kernels.delta_product.selfcheck import CheckReport
 from fla_train.training import worker
-from fla_train.training.config import TrainConfig, resolve, with_warmup
+from fla_train.training.config import TrainConfig
 from fla_train.training.failures import describe_failure
+from fla_train.training.plan import RunPlan
+from fla_train.training.resolve import resolve
 from fla_train.utils.timeline import Timeline
 
 # Each takes a second or more, for nothing that the launcher does.
@@ -88,22 +89,21 @@ def test_the_log_has_a_line_of_the_start_and_one_of_the_end(
         assert total == pytest.approx(sum(seconds), abs=0.06 * len(seconds))
 
 
-def train_with_a_broken_backend(config: TrainConfig) -> tuple[str, bool]:
+def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:
     """On a rank: how it is refused, and whether a restart may help."""
     report = CheckReport("chunk", "cpu", torch.float32, (), failure="no such instruction")
-    data = prepare(config.data, log=lambda line: None)
     request = SimpleNamespace(made=lambda: False)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as refused:
         patch.setattr(selfcheck, "check_backend", lambda *_, **__: report)
-        worker.train(config, data.folder, io.StringIO(), request, Timeline())
+        worker.train(plan, io.StringIO(), request, Timeline())
     return describe_failure(refused.value)
 
 
 def test_a_backend_that_is_wrong_ends_the_run_for_good_before_it_writes(
     make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
 ) -> None:
-    config = with_warmup(resolve(make_config("trainer.check_backend=true", f"run.dir={tmp_path}")))
-    ((line, final),) = warm_ranks.run(1, train_with_a_broken_backend, config)
+    plan = resolve(make_config("trainer.check_backend=true", f"run.dir={tmp_path}"), data="prepare")
+    ((line, final),) = warm_ranks.run(1, train_with_a_broken_backend, plan)
     assert final and "no such instruction" in line and "trainer.check_backend=false" in line
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 

@@ -11,12 +11,12 @@ from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.tasks import TaskConfig, curriculum_tasks, make_task, training_task
-from fla_train.training.config import TrainConfig, register, to_config, validate, with_task_sizes
+from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch
 from fla_train.training.model import build_model
-from fla_train.training.plan import make_plan
+from fla_train.training.resolve import resolve
 from fla_train.training.resume import has_reached
-from fla_train.training.run_data import TaskSequences, task_data
+from fla_train.training.run_data import TaskSequences
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
 
@@ -166,8 +166,7 @@ def test_evaluations_from_before_a_test_set_have_not_reached_its_mark(tmp_path: 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_compose_and_hold_together(make, name: str) -> None:
-    config = with_task_sizes(make(f"experiment={name}", "launch.device=cpu"))
-    validate(config)
+    config = resolve(make(f"experiment={name}", "launch.device=cpu")).config
     assert config.trainer.global_batch_tokens == config.task.batch_size * config.trainer.seq_len
 
 
@@ -234,9 +233,9 @@ def test_text_that_a_task_does_not_read_is_named(make, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("name", ["llama", "mamba_signed"])
 def test_another_model_takes_the_tasks_vocabulary(make, name: str) -> None:
-    config = with_task_sizes(make(*SMALL, f"model={'hf/' if name == 'llama' else ''}{name}/tiny"))
-    data = task_data(config.task, config.seed)
-    model, plan = build_model(config, data), make_plan(config, data)
+    plan = resolve(make(*SMALL, f"model={'hf/' if name == 'llama' else ''}{name}/tiny"))
+    config, data = plan.config, plan.open_data()
+    model = build_model(config, data)
     assert model.config.model_type == {"llama": "llama", "mamba_signed": "signed_mamba"}[name]
     assert model.config.vocab_size == 8 and model.config.num_hidden_layers == 1
     assert plan.parameters_held == sum(parameter.numel() for parameter in model.parameters())

@@ -18,6 +18,7 @@ from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
 from fla_train.training.load_checkpoint import load_checkpoint, load_features, load_file
+from fla_train.training.resolve import resolve
 from fla_train.utils.filesystem import describe
 from fla_train.utils.random_states import random_states, set_random_states
 
@@ -48,7 +49,7 @@ MODEL = "deepspeed/mp_rank_00_model_states.pt"
 
 def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, str]:
     """On a rank: load a checkpoint with a payload in each of its files; by file, why it was refused."""
-    engine = build_engine(make_model(config), config)
+    engine = build_engine(make_model(config), resolve(config).config)
     manager = CheckpointManager(engine, folder / "own", keep=0, keep_every=0, log=print)
     manager.save(TrainState(step=1))
     manager.ensure_saved(1)
@@ -73,7 +74,7 @@ def test_a_payload_in_any_file_is_refused(
     whole: Path, make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
 ):
     config = make_config(*TWO_RANKS, "launch.num_processes=1")
-    of_two_ranks = checkpoint.checkpoints(whole / "checkpoints")[-1]
+    of_two_ranks = checkpoint.CheckpointStore(whole / "checkpoints").list()[-1]
     (refusals,) = warm_ranks.run(1, attack, config, of_two_ranks, tmp_path)
     assert len(refusals) == 5 and not (tmp_path / "marker").exists()
     for case, line in refusals.items():

@@ -77,7 +77,7 @@ class WarmRanks:
     def _run_workers(self, arguments: Sequence[str], config: LaunchConfig, **how: Any) -> None:
         if config.device != "cpu":
             return run_workers(arguments, config, **how)
-        self.run(config.num_processes, _train, *map(Path, arguments[-2:]))
+        self.run(config.num_processes, _train, Path(arguments[-1]))
 
 
 def _start() -> tuple[BaseProcess, Connection]:
@@ -119,10 +119,10 @@ def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[s
     return result
 
 
-def _train(config_file: Path, data: Path) -> None:
+def _train(file: Path) -> None:
     from fla_train.training import worker
-    from fla_train.training.config import load_config
+    from fla_train.training.plan import read_plan
 
-    config = load_config(config_file)
-    with (Path(config.run.dir) / "train.log").open("a") as log:
-        worker.train(config, data, log, SimpleNamespace(made=lambda: False), Timeline())
+    plan = read_plan(file)
+    with (Path(plan.config.run.dir) / "train.log").open("a") as log:
+        worker.train(plan, log, SimpleNamespace(made=lambda: False), Timeline())

@@ -1,0 +1,198 @@
+"""Checks of a whole config, after `resolve` has filled in its numbers.
+
+Checks of single keys and sections stand in `config.py`. Options that exclude each other are pairs in
+`CONFLICTS`; what needs more than a pair is a function here.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fla_train.models.activation_checkpointing import SELECTIVE
+from fla_train.models.build import build_model_config, is_zoo
+from fla_train.training.callback import Callback, make_callbacks
+from fla_train.training.config import TrainConfig
+
+FLOAT8_CAPABILITY = (8, 9)  # of a GPU
+
+# Conditions on a resolved config, by the words that name them in errors
+CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
+    "a synthetic task": lambda c: c.task is not None,
+    "a model of another library": lambda c: is_zoo(c.model),
+    "model.mixer": lambda c: c.model.get("mixer") is not None,
+    "data.contiguous=true": lambda c: c.initial_states == "contiguous",
+    "data.document_boundaries=true": lambda c: c.task is None and c.data.document_boundaries,
+    "launch.context_parallel above 1": lambda c: c.launch.context_parallel > 1,
+    "launch.device=cpu": lambda c: c.launch.device == "cpu",
+    "launch.num_processes above 1": lambda c: c.launch.num_processes > 1,
+    "launch.overlap_communication=true": lambda c: c.launch.overlap_communication,
+    "several micro-batches a step": lambda c: c.num_accumulated > 1,
+    "trainer.activation_checkpointing=selective": lambda c: c.trainer.activation_checkpointing == SELECTIVE,
+    "trainer.callbacks with after_loss": lambda c: any(
+        type(callback).after_loss is not Callback.after_loss
+        for callback in make_callbacks(c.trainer.callbacks)
+    ),
+    "trainer.cuda_graph=true": lambda c: c.trainer.cuda_graph,
+    "trainer.initial_state other than zero": lambda c: c.trainer.initial_state != "zero",
+    "trainer.precision=fp8": lambda c: c.trainer.precision == "fp8",
+    "trainer.suite_every above 0": lambda c: c.trainer.suite_every > 0,
+}
+# Pairs of conditions that exclude each other
+CONFLICTS: dict[str, tuple[str, ...]] = {
+    "data.contiguous=true": ("a model of another library", "trainer.initial_state other than zero"),
+    "launch.context_parallel above 1": (
+        "a model of another library",
+        "a synthetic task",
+        "data.contiguous=true",
+        "launch.overlap_communication=true",
+        "model.mixer",
+        "trainer.activation_checkpointing=selective",
+        "trainer.initial_state other than zero",
+    ),
+    "trainer.cuda_graph=true": (
+        "data.document_boundaries=true",
+        "launch.num_processes above 1",
+        "several micro-batches a step",
+        "trainer.callbacks with after_loss",  # replayed kernels run no Python
+    ),
+    "trainer.initial_state other than zero": ("a model of another library",),
+    "trainer.precision=fp8": ("a model of another library", "launch.device=cpu"),
+    "trainer.suite_every above 0": ("a synthetic task",),
+}
+
+
+def find_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for each pair of options in `CONFLICTS` that a resolved config uses."""
+    for option, others in CONFLICTS.items():
+        for other in others:
+            if CONDITIONS[option](config) and CONDITIONS[other](config):
+                yield f"{option} is not supported with {other}: change one of them"
+
+
+def find_misfits(config: TrainConfig) -> list[str]:
+    """List the settings of a resolved config that fit neither each other nor this machine, one line each."""
+    return [
+        *_launch_errors(config),
+        *_device_errors(config),
+        *find_conflicts(config),
+        *(
+            f"{callback.name}: {line}"
+            for callback in make_callbacks(config.trainer.callbacks)
+            for line in callback.check(config)
+        ),
+        *_state_errors(config),
+        *_context_errors(config),
+        *(_batch_errors(config) if config.task is None else _task_batch_errors(config)),
+    ]
+
+
+def find_schedule_misfits(config: TrainConfig) -> list[str]:
+    """List the settings that do not fit the number of steps, one line each."""
+    trainer, schedule, errors = config.trainer, config.schedule, []
+    if outside := [step for step in trainer.profile_steps if not 1 <= step <= trainer.max_steps]:
+        errors.append(f"trainer.profile_steps={outside} must lie in 1..{trainer.max_steps}")
+    if ":" in schedule.name:  # a custom schedule reads only its options
+        return errors
+    after_warmup = trainer.max_steps - schedule.warmup(trainer.max_steps)
+    if after_warmup < 0:
+        errors.append(
+            f"schedule.warmup_steps={schedule.warmup_steps} is longer than the run: use at most "
+            f"trainer.max_steps={trainer.max_steps}"
+        )
+    elif (schedule.decay_steps or 0) > after_warmup:
+        errors.append(
+            f"schedule.decay_steps={schedule.decay_steps} must lie in 0..{after_warmup}, the rest of the run"
+        )
+    return errors
+
+
+def _launch_errors(config: TrainConfig) -> Iterator[str]:
+    launch = config.launch
+    if launch.num_processes % launch.num_machines:
+        yield (
+            f"launch.num_processes={launch.num_processes} (all machines together) is not a multiple of "
+            f"launch.num_machines={launch.num_machines}"
+        )
+    if launch.num_processes % launch.context_parallel:
+        yield (
+            f"launch.context_parallel={launch.context_parallel} does not divide launch.num_processes="
+            f"{launch.num_processes}: use a divisor"
+        )
+
+
+def _device_errors(config: TrainConfig) -> Iterator[str]:
+    launch = config.launch
+    if launch.device != "cuda" or config.dry_run:  # a dry run may plan for another machine
+        return
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needed = launch.num_processes // launch.num_machines
+    if present == 0:
+        yield "launch.device=cuda, but this machine has no usable GPU: use launch.device=cpu"
+    elif needed > present:
+        yield (
+            f"launch.num_processes={launch.num_processes} asks for {needed} GPUs on this machine, which has "
+            f"{present}: use launch.num_processes={present * launch.num_machines}"
+        )
+    elif config.trainer.precision == "fp8":
+        if (capability := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
+            yield (
+                "trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this "
+                "one has {}.{}: set trainer.precision=bf16".format(*capability)
+            )
+
+
+def _state_errors(config: TrainConfig) -> Iterator[str]:
+    if config.initial_states == "zero" or is_zoo(config.model):
+        return
+    settings = build_model_config(config.model)
+    setting = "data.contiguous" if config.initial_states == "contiguous" else "trainer.initial_state"
+    if "linear_attention" not in settings.layer_types:
+        yield f"{setting} has no effect without linear_attention layers: leave it at its default"
+    if settings.mixer is None:
+        return
+    from fla_train.models.mixers.delta_product import DeltaProductMixer
+    from fla_train.models.mixers.registry import linear_mixer, takes_cache
+
+    mixer = linear_mixer(settings)
+    packed = config.task is None and config.data.document_boundaries
+    if not takes_cache(mixer):
+        yield (
+            f"{setting} is not supported with the mixer {settings.mixer}, which keeps no states: leave it at "
+            "its default, or give its forward the parameter cache (docs/mixers.md)"
+        )
+    elif packed and not issubclass(mixer, DeltaProductMixer):
+        yield (
+            f"{setting} and data.document_boundaries are not supported together with the mixer "
+            f"{settings.mixer}: set one of them to its default"
+        )
+
+
+def _context_errors(config: TrainConfig) -> Iterator[str]:
+    trainer, parts = config.trainer, config.launch.context_parallel
+    if parts == 1 or config.task is not None or is_zoo(config.model):
+        return
+    if trainer.seq_len % parts:
+        yield f"launch.context_parallel={parts} does not divide trainer.seq_len={trainer.seq_len}"
+    elif trainer.seq_len // parts < config.model["conv_size"]:
+        yield f"launch.context_parallel={parts} leaves {trainer.seq_len // parts} tokens to a rank: use fewer"
+
+
+def _task_batch_errors(config: TrainConfig) -> Iterator[str]:
+    task, processes = config.task, config.launch.num_processes
+    unit = config.trainer.micro_batch_size * processes
+    if task.batch_size % unit:
+        yield f"task.batch_size={task.batch_size} is not a multiple of {unit} = micro_batch_size x processes"
+    if task.test_sequences < processes:
+        yield f"task.test_sequences={task.test_sequences} leaves processes without a sequence"
+
+
+def _batch_errors(config: TrainConfig) -> Iterator[str]:
+    trainer, unit = config.trainer, config.batch_unit
+    if trainer.global_batch_tokens % unit:
+        below = trainer.global_batch_tokens // unit * unit
+        yield (
+            f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = "
+            f"seq_len {trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x "
+            f"{config.launch.describe()}: use {f'{below} or ' if below else ''}{below + unit}, another "
+            "trainer.micro_batch_size, or auto"
+        )

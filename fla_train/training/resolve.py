@@ -1,0 +1,235 @@
+"""From the request to the plan: `resolve` fills in what the user left open, and checks the result, once.
+
+1. Check every key and section of the request, and make its paths absolute.
+2. Fill in the sizes that the task, the saved run and this machine decide.
+3. Check the filled-in config: batch, device, options that exclude each other.
+4. Check the run folder, the Hub and the weights of `init_from` before hours of tokenizing.
+5. Take the vocabulary from the tokenizer, and prepare the data.
+6. Fill in the number of steps and the warm-up; work out FLOPs, memory and time.
+"""
+
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fla_train.data.cache import PreparedData, find_prepared
+from fla_train.data.config import absolute, with_absolute_paths
+from fla_train.data.prepare import check_first_document, prepare
+from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
+from fla_train.hub.push import check_access
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.tasks import training_task
+from fla_train.training.checkpoint import CheckpointStore, TrainState
+from fla_train.training.checks import find_misfits, find_schedule_misfits
+from fla_train.training.config import TrainConfig
+from fla_train.training.log import log
+from fla_train.training.plan import RunPlan, make_plan
+from fla_train.training.resume import check_same_run
+from fla_train.training.run_data import task_data
+from fla_train.training.run_folder import RunFolder
+from fla_train.utils.keys import AUTO, require_valid
+from fla_train.utils.ranks import is_first, is_rank
+
+VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
+Data = Literal["prepare", "find", "none"]
+
+
+def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
+    """Check a request and work out its plan.
+
+    Args:
+        request: a composed config; it stays as it is.
+        data: `prepare` the data that are missing; `find` those on this machine, and fetch and write nothing;
+            `none`: plan without data and without a run folder.
+
+    Raises:
+        ValueError: the request, the run folder or the data do not work; a line for each error.
+    """
+    require_valid(request)
+    request = deepcopy(request)
+    _make_paths_absolute(request)
+    config = deepcopy(request)
+    folder = None if config.run.dir is None or data == "none" else RunFolder(Path(config.run.dir))
+    store = CheckpointStore(Path(os.devnull)) if folder is None else folder.store
+    saved = None if data == "none" else store.newest_state(config.trainer.resume)
+    if config.task is not None:
+        _fill_task_sizes(config)
+    if saved is not None:
+        _fill_saved_sizes(config, *saved)
+    _fill_machine(config)
+    if config.trainer.epochs is None:
+        _fill_steps(config, None)
+    _require_none(find_misfits(config))
+    if data != "none":
+        _check_before_preparing(config, folder, saved, fetch=data == "prepare")
+    if config.task is None:
+        _fill_vocabulary(config, offline=data != "prepare")
+    prepared = _prepare(config, saved, data)
+    if config.trainer.epochs is not None:
+        _fill_steps(config, prepared)
+    return make_plan(request, config, prepared)
+
+
+def _require_none(errors: list[str]) -> None:
+    if errors:
+        raise ValueError("\n  ".join(errors))
+
+
+def _make_paths_absolute(config: TrainConfig) -> None:
+    """Make local paths absolute, so that `run.dir` alone resumes from any folder."""
+    config.data = with_absolute_paths(config.data)
+    if config.trainer.resume not in ("auto", "none"):
+        config.trainer.resume = absolute(config.trainer.resume)
+    if config.init_from is not None and os.path.exists(os.path.expanduser(config.init_from)):
+        config.init_from = absolute(config.init_from)
+    if config.run.dir is not None:
+        config.run.dir = os.path.expanduser(config.run.dir)
+
+
+def _fill_task_sizes(config: TrainConfig) -> None:
+    """Fill in vocabulary, sequence length and batch of a task.
+
+    A sequence is one token longer than the task's, see `tasks.Batch.for_causal_lm`.
+    """
+    task = training_task(config.task, config.seed)
+    config.trainer.seq_len = task.seq_len + 1
+    config.trainer.global_batch_tokens = config.trainer.seq_len * config.task.batch_size
+    config.model["vocab_size"] = task.vocab_size
+
+
+def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) -> None:
+    """Fill in batch, warm-up and vocabulary of the run that is resumed, where the request leaves them open.
+
+    Otherwise the batch would change with the number of processes, and the warm-up with the number of steps.
+    """
+    length, saved = config.trainer.seq_len, state.config
+    if not saved:
+        return
+    if config.task is None and length != saved["trainer.seq_len"]:  # before the batch, which follows it
+        run = checkpoint.resolve().parent.parent
+        raise ValueError(
+            f"{checkpoint} belongs to another run: trainer.seq_len={length} "
+            f"(was {saved['trainer.seq_len']}); for another length begin with the weights: init_from={run}, "
+            "with a new run.dir"
+        )
+    if config.trainer.global_batch_tokens == AUTO:
+        config.trainer.global_batch_tokens = saved["trainer.global_batch_tokens"]
+    if config.schedule.warmup_steps is None:
+        config.schedule.warmup_steps = saved["schedule.warmup_steps"]
+    config.model["vocab_size"] = config.model["vocab_size"] or saved["model.vocab_size"]
+
+
+def _fill_machine(config: TrainConfig) -> None:
+    """Fill in device, precision, number of processes and batch.
+
+    By default all GPUs of each machine are used, or one process on a CPU. Ranks that another launcher started
+    take its numbers. The batch is the multiple of `batch_unit` nearest to `target_batch_tokens`.
+    """
+    launch, trainer = config.launch, config.trainer
+    if launch.device == AUTO:
+        plans_for_gpus = config.dry_run and launch.num_processes not in (AUTO, 1)
+        launch.device = "cuda" if torch.cuda.is_available() or plans_for_gpus else "cpu"
+    if is_rank():
+        world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        if launch.num_processes not in (AUTO, world):
+            raise ValueError(
+                f"launch.num_processes={launch.num_processes}, but {world} ranks were started: give the same "
+                "number on all machines, or leave it out"
+            )
+        launch.num_processes, launch.num_machines = world, world // local
+    elif launch.num_processes == AUTO:
+        gpus = torch.cuda.device_count() if launch.device == "cuda" else 0
+        launch.num_processes = max(1, gpus) * launch.num_machines
+    if trainer.precision == AUTO:
+        trainer.precision = "bf16" if launch.device == "cuda" else "fp32"
+    if trainer.global_batch_tokens == AUTO:
+        unit = config.batch_unit
+        trainer.global_batch_tokens = max(1, round(trainer.target_batch_tokens / unit)) * unit
+
+
+def _fill_vocabulary(config: TrainConfig, *, offline: bool) -> None:
+    """Fill in the tokenizer's size, rounded up to a multiple of 64, where the request leaves it open.
+
+    Args:
+        offline: fetch no tokenizer; one that is not on this machine leaves the model's usual size.
+    """
+    asked = config.model["vocab_size"]
+    try:
+        needed = tokenizer_size(config.data.tokenizer, offline=offline)
+    except TokenizerNotCached:
+        config.model["vocab_size"] = asked or DeltaProductConfig.vocab_size
+        log(
+            f"vocabulary   tokenizer {config.data.tokenizer.name} is not on this machine: sizes are for "
+            f"{config.model['vocab_size']:,} tokens"
+        )
+        return
+    fitting = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if asked is not None and asked < needed:
+        raise ValueError(
+            f"model.vocab_size={asked} is too small for the tokenizer's {needed} tokens: leave it out or set "
+            f"model.vocab_size={fitting}"
+        )
+    config.model["vocab_size"] = asked or fitting
+
+
+def _check_before_preparing(
+    config: TrainConfig, folder: RunFolder | None, saved: tuple[Path, TrainState] | None, *, fetch: bool
+) -> None:
+    """Reject before hours of tokenizing what would fail after it."""
+    if folder is not None:
+        folder.check()
+        if not folder.config.is_file():  # a misspelt run.dir would otherwise pass for a new run
+            log(f"new run      {folder.root} holds none yet")
+    elif is_rank():
+        raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
+    if saved is not None:
+        check_same_run(config, None, *saved)
+    if config.task is None:
+        check_first_document(config.data)
+    if fetch and pushes_here(config):
+        try:
+            check_access(config.hub.repo_id, private=config.hub.private)
+        except ConnectionError as failure:
+            log(f"hub          {failure}; training starts, and pushes try again")
+    if config.init_from is not None and saved is None and (fetch or os.path.exists(config.init_from)):
+        from fla_train.training.model import check_initial_weights  # imports the models: seconds
+
+        check_initial_weights(config)
+
+
+def pushes_here(config: TrainConfig) -> bool:
+    """Whether rank 0, which pushes to the Hub, may be on this machine."""
+    return config.hub.repo_id is not None and is_first() and config.launch.machine_rank in (None, 0)
+
+
+def _prepare(config: TrainConfig, saved: tuple[Path, TrainState] | None, data: Data) -> PreparedData | None:
+    if config.task is not None:
+        return task_data(config.task, config.seed)
+    if data == "prepare":
+        return prepare(config.data, log=log, commits=saved[1].commits if saved else {})
+    return find_prepared(config.data) if data == "find" else None
+
+
+def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
+    """Fill in the number of steps, which may follow from `max_tokens` or `epochs`, and the warm-up."""
+    trainer, tokens = config.trainer, config.trainer.max_tokens
+    if trainer.epochs is not None:
+        in_epoch = prepared.manifest["splits"]["train"].get("tokens") if prepared else None
+        if in_epoch in (None, float("inf")) or (config.data.stream and config.task is None):
+            raise ValueError(
+                f"trainer.epochs={trainer.epochs:g} needs prepared data or a task of fixed size: set "
+                "trainer.max_tokens or trainer.max_steps"
+            )
+        tokens = round(trainer.epochs * in_epoch)
+    if tokens is not None:
+        trainer.max_steps = tokens // trainer.global_batch_tokens
+        if trainer.max_steps == 0:
+            raise ValueError(
+                f"the run has {tokens:,} tokens, less than one step of {trainer.global_batch_tokens:,}: "
+                "raise trainer.max_tokens or trainer.epochs"
+            )
+    _require_none(find_schedule_misfits(config))
+    config.schedule.warmup_steps = config.schedule.warmup(trainer.max_steps)
