@@ -28,7 +28,7 @@ PASSING = "trainer.initial_state=passing"
 CALLBACKS = "[{class: callbacks:Ema, decay: 0.9}, callbacks:ZLoss, callbacks:SmoothLoss]"
 # A task has its own sizes, and another library's model does not take those of `overrides`.
 TASK = [
-    *("experiment=state_tracking/s3_cpu", "model.hidden_size=32", "model.num_heads=2", "task.train.length=6"),
+    *("experiment=state_tracking/s3", "scale=cpu", "model.hidden_size=32", "model.num_heads=2", "task.train.length=6"),
     *("task.tests.longer.length=12", "task.test_sequences=24", "task.batch_size=16", "trainer.log_every=1"),
     *("trainer.check_backend=false", "logger=none"),
 ]
@@ -98,7 +98,7 @@ def train(
     monkeypatch.setattr(
         "fla_train.training.launch.run_workers",
         lambda arguments, config, **_: warm_ranks.run(
-            config.num_processes, train_in, elsewhere, *map(Path, arguments[-2:])
+            config.num_processes, train_in, elsewhere, Path(arguments[-1])
         ),
     )
     yield launch
@@ -106,10 +106,10 @@ def train(
         sys.modules.pop(name, None)
 
 
-def train_in(folder: Path, config_file: Path, data: Path) -> None:
+def train_in(folder: Path, plan: Path) -> None:
     """Train, on a rank, with `folder` as the working directory."""
     os.chdir(folder)
-    ranks._train(config_file, data)
+    ranks._train(plan)
 
 
 def cut(run: Path, copy: Path) -> Path:
