@@ -28,7 +28,8 @@ PASSING = "trainer.initial_state=passing"
 CALLBACKS = "[{class: callbacks:Ema, decay: 0.9}, callbacks:ZLoss, callbacks:SmoothLoss]"
 # A task has its own sizes, and another library's model does not take those of `overrides`.
 TASK = [
-    *("experiment=state_tracking/s3", "scale=cpu", "model.hidden_size=32", "model.num_heads=2", "task.train.length=6"),
+    *("experiment=state_tracking/s3", "scale=cpu", "model.hidden_size=32", "model.num_heads=2"),
+    "task.train.length=6",
     *("task.tests.longer.length=12", "task.test_sequences=24", "task.batch_size=16", "trainer.log_every=1"),
     *("trainer.check_backend=false", "logger=none"),
 ]
