@@ -177,7 +177,7 @@ def test_a_run_resumes_on_another_number_of_ranks(make: Make, train, tmp_path: P
     assert "start from zero" not in (again / "train.log").read_text()
     for ours, theirs in zip(metrics(again), metrics(whole), strict=True):
         assert ours.keys() == theirs.keys()
-        for key in ("loss", "validation_loss", "smooth_loss"):
+        for key in {"loss", "validation_loss", "smooth_loss"} & ours.keys():
             assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-3 if feature == "muon" else 1e-5)
 
 
