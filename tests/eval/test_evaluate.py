@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +14,11 @@ from fla_train.data.prepare import prepare
 from fla_train.data.tokenizers import encode
 from fla_train.eval import documents as documents_module
 from fla_train.eval import sweep as sweep_module
-from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.result import EvalResult
-from fla_train.eval.run import check_output, evaluate, output_folder, output_lock, write_comparison
+from fla_train.eval.run import check_output, evaluate, output_lock, write_comparison
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
@@ -158,16 +157,6 @@ def test_each_panel_has_all_documents_that_reach_it(
     assert [curve.sequences for curve in curves.values()] == [7, 5, 3, 3]
 
 
-def test_text_that_was_read_ahead_is_freed(run: Path, tmp_path: Path, monkeypatch) -> None:
-    stream = (np.full(90, 5) for _ in range(9))
-    monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: stream)
-    held = []
-    monkeypatch.setattr(sweep_module, "fingerprint", lambda documents: held.append(stream.gi_frame) or "f")
-    suite = perplexity_suite(sets=["w.jsonl"], lengths=[64], layout="packed", documents=1)
-    evaluate(EvalConfig(str(run), str(tmp_path / "out"), suite=suite), progress=False)
-    assert held == [None]
-
-
 def test_a_set_that_cannot_be_read_costs_only_itself_and_others_are_not_read_again(
     run: Path, corpus: Path, tmp_path: Path, monkeypatch
 ) -> None:
@@ -239,13 +228,6 @@ def test_an_output_folder_belongs_to_one_evaluation(run: Path, corpus: Path, tmp
     assert not (out / "results.json").exists()
 
 
-def test_models_are_named_from_within_their_folders(run: Path, tmp_path: Path, monkeypatch) -> None:
-    unnamed = SimpleNamespace(output=None, suite=SimpleNamespace(name="recall"))
-    monkeypatch.chdir(tmp_path)
-    assert output_folder(unnamed, Path(".")).parent == Path("evaluations") / tmp_path.name
-    assert output_folder(unnamed, run / "hf/step-0000080").parent == run / "eval"
-
-
 def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path) -> None:
     for name in ("quiz", "lost"):
         folder = write_task(name, quiz, **CHOICES)
@@ -288,16 +270,3 @@ def test_faults_are_reported_together() -> None:
         assert f"suite.{key}" in text
     (line,) = find_errors(perplexity_suite(sets=["a/web.jsonl", "b/web.parquet"]), "suite.")
     assert "several sets named web" in line
-
-
-def test_names_end_before_known_endings_only(tmp_path: Path, monkeypatch) -> None:
-    names = {
-        "v1.0-web.jsonl": "v1.0-web",
-        "a/v1.0-code.jsonl.gz": "v1.0-code",
-        "web.v2.parquet": "web.v2",
-        "v1.0/*.jsonl": "v1.0",
-        "corpus.v3": "corpus.v3",
-    }
-    assert {path: set_name(path) for path in names} == names
-    monkeypatch.chdir(tmp_path)
-    assert set_name(".") == set_name("*.jsonl") == tmp_path.name

@@ -9,7 +9,6 @@ from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
-from fla_train.utils.keys import find_errors
 from tests.tasks.constructions import cyclic, symmetric
 
 TASK = """\
@@ -46,17 +45,3 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
     suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
     with pytest.raises(ValueError, match="was not trained on a task"):
         evaluate_expressivity(EvalConfig(checkpoint=str(tmp_path / "model"), device="cpu", suite=suite))
-
-
-def test_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
-    with pytest.raises(ValueError, match="without torchrun"):
-        evaluate_expressivity(EvalConfig(checkpoint="anything", suite=suite))
-
-
-def test_errors() -> None:
-    suite = SuiteConfig(name="x", tasks=["piqa"], expressivity=ExpressivityConfig(lengths=[0], sequences=0))
-    text = "\n".join(find_errors(suite, "suite."))
-    assert "sequences=0" in text and "lengths" in text and "runs alone" in text

@@ -94,29 +94,6 @@ def test_texts_are_encoded_as_by_lm_eval(tokenizer, scholar, monkeypatch, add_bo
     }
 
 
-def test_whole_texts_are_encoded_as_by_lm_eval(tokenizer, scholar, monkeypatch) -> None:
-    """All at once, into the same windows."""
-    begins = f"{tokenizer.bos_token}begins so"
-    asked = requests("loglikelihood_rolling", [(text,) for text in ("The sky is green. " * 30, begins, "x")])
-    expected, seen, texts = [], [], []
-    monkeypatch.setattr(
-        HFLM,
-        "_loglikelihood_tokens",
-        lambda self, requests, **k: expected.extend(requests) or [(0.0, True)] * len(requests),
-    )
-    options = {"tokenizer": tokenizer, "batch_size": 2, "max_length": 60}
-    HFLM(scholar, backend="causal", **options).loglikelihood_rolling(asked, disable_tqdm=True)
-    bridge = FlaTrainLM(scholar, **options)
-    monkeypatch.setattr(
-        bridge, "_answer", lambda pairs, quiet: seen.extend(pairs) or [(0.0, True)] * len(pairs)
-    )
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **k: texts.append(text) or encode(text, **k))
-    bridge.loglikelihood_rolling(asked, disable_tqdm=True)
-    assert seen == [(context, continuation) for _, context, continuation in expected]
-    assert texts == [begins]
-
-
 @pytest.mark.parametrize("batch_size", [3, 7, "auto"])
 def test_batch_size_changes_nothing_but_rounding(model, tokenizer, batch_size: int | str) -> None:
     """To the rounding of the softmax, which `HFLM` takes in fp32 here and our models' bridge in fp64."""

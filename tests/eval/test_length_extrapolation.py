@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name
-from fla_train.eval.documents import fingerprint, packed, recut
+from fla_train.eval.documents import packed, recut
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
@@ -124,11 +124,6 @@ def test_cutting_again_is_as_packing_to_that_length() -> None:
         assert len(found) == sum(map(len, long[0])) // size > 20
 
 
-def test_fingerprint_tells_tokens_and_bounds_apart() -> None:
-    prints = {fingerprint(documents) for documents in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2], [4]], [[1, 2]])}
-    assert len(prints) == 4 and fingerprint([np.array([1, 2]), [3]]) == fingerprint([[1, 2], [3]])
-
-
 def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path) -> None:
     checkpoint = export_model(scholar, tokenizer, tmp_path / "model", CardInfo(seq_len=32))
     (mirror / "codeparrot").rename(mirror / "away")
@@ -161,14 +156,6 @@ def test_suite_through_a_mirror(mirror: Path, scholar, tokenizer, tmp_path: Path
     (mirror / "away").rename(mirror / "codeparrot")
     _, again = evaluate(config, progress=False)
     assert not again.errors and [s for s in again.scores if s.data == "math_hard"] == result.scores
-
-
-def test_a_set_whose_rows_lack_a_column(mirror: Path, tokenizer, tmp_path: Path) -> None:
-    folder = tmp_path / "lighteval/MATH-Hard"
-    folder.mkdir(parents=True)
-    (folder / "test.jsonl").write_text('{"question": "1+1?"}\n')
-    with pytest.raises(ValueError, match=r"lighteval/MATH-Hard cannot be read \(KeyError: 'problem'\)"):
-        list(hub_documents(PAPER_SETS["math_hard"], tokenizer, tmp_path))
 
 
 def test_a_model_that_overflows_has_an_infinite_loss_and_loses_no_document(build_model) -> None:

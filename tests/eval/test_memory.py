@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.eval import documents as reading
-from fla_train.eval.documents import fingerprint, longest, packed, tokenized
+from fla_train.eval.documents import fingerprint, longest, packed
 from fla_train.eval.perplexity import loss_table
 
 VOCABULARY = 512
@@ -65,17 +64,3 @@ def test_what_is_cut_off_a_document_is_let_go() -> None:
         yield from (np.arange(100_000) for _ in range(20))
 
     assert peak(lambda: longest(stream(), 10, 100, scan=20, progress=False)) < 3 * 800_000
-
-
-def test_long_texts_are_tokenized_a_few_at_a_time(tokenizer, monkeypatch) -> None:
-    texts = ["ab" * 300, "", "c", *["d" * 400] * 3, *["e"] * 150]
-    batches, encode = [], reading.encode
-    monkeypatch.setattr(reading, "ENCODE_CHARACTERS", 500)
-    monkeypatch.setattr(
-        reading, "encode", lambda tokenizer, batch: batches.append(batch) or encode(tokenizer, batch)
-    )
-    found = list(tokenized(iter(texts), tokenizer))
-    assert [tokenizer.decode(ids) for ids in found] == texts == [t for batch in batches for t in batch]
-    assert [len(batch) for batch in batches] == [1, 4, 64, 64, 23]
-    assert max(sum(map(len, batch[:-1])) for batch in batches) < 500
-    assert list(tokenized(iter([]), tokenizer)) == []

@@ -221,11 +221,6 @@ def test_a_name_does_not_lead_out_of_the_mirror(name: str, tmp_path: Path, monke
         pass
 
 
-@pytest.mark.parametrize("batch_size", ["auto", "auto:4"])
-def test_automatic_batches_on_a_cpu(scholar, tokenizer, batch_size: str) -> None:
-    assert FlaTrainLM(scholar, tokenizer, batch_size=batch_size).batch_size == harness.CPU_BATCH
-
-
 @pytest.mark.parametrize("name", ["zero_shot", "recall", "paper"])
 def test_suites_hold_the_columns_of_the_table(name: str) -> None:
     config = SuiteConfig(**OmegaConf.load(ROOT / f"configs/suite/{name}.yaml"))

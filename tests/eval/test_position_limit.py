@@ -120,16 +120,6 @@ def test_lengths_beyond_the_table_are_not_read(evaluated) -> None:
     assert len(prints) == 1
 
 
-def test_packed_sequences_longer_than_the_table(evaluated) -> None:
-    _, result = evaluated("gpt2", layout="packed", documents=2)
-    assert result.scores[0].sequences == 2 and result.curves[-1].edges[-1] == LIMIT
-
-
-def test_nothing_within_the_table(evaluated) -> None:
-    with pytest.raises(ValueError, match=r"positions for 32 tokens only: lower suite\.perplexity\.lengths"):
-        evaluated("gpt2", lengths=[64], panels=[])
-
-
 def test_the_window_of_tasks_ends_with_the_table(evaluated, tmp_path: Path) -> None:
     evaluated("gpt2")
     config = EvalConfig(str(tmp_path / "gpt2"), str(tmp_path / "out"), device="cpu")

@@ -64,9 +64,3 @@ def test_differences_of_two_models_on_the_same_pages() -> None:
 )
 def test_other_scores_are_not_split(aggregate, items: list) -> None:
     assert per_document_scores(aggregate, items) is None
-
-
-def test_the_definition_names_the_aggregation_and_not_the_value() -> None:
-    """A perplexity of 1, which is the mean of its items' ones too."""
-    assert per_document_scores(perplexity, [0.0, 0.0])[0] == [0.0, 0.0]
-    assert per_document_scores(mean, [1.0, 1.0])[0] == [1.0, 1.0]
