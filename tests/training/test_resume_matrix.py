@@ -175,10 +175,12 @@ def test_a_run_resumes_on_another_number_of_ranks(make: Make, train, tmp_path: P
     more = [TWO, "launch.context_parallel=2"] if feature == "context parallelism" else []
     train(make(*options, f"run.dir={again}", "trainer.micro_batch_size=4", *more))
     assert "start from zero" not in (again / "train.log").read_text()
+    # Muon rounds to bf16, and Lion takes signs of sums that may be near zero.
+    tolerance = 1e-3 if feature in ("muon", "custom optimizer") else 1e-5
     for ours, theirs in zip(metrics(again), metrics(whole), strict=True):
         assert ours.keys() == theirs.keys()
-        for key in {"loss", "validation_loss", "smooth_loss"} & ours.keys():
-            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-3 if feature == "muon" else 1e-5)
+        for key in ours.keys() & {"loss", "validation_loss", "smooth_loss"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=tolerance), key
 
 
 @pytest.mark.gpu
