@@ -19,7 +19,6 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.launch import TrainingFailed, launch
 from fla_train.utils.scratch import scratch_folder
 
-DOCUMENTS = 40
 # Two steps of one micro-batch per rank, with statistics in the second.
 SHORT = """
 trainer.max_steps=2 trainer.stats_every=2 trainer.global_batch_tokens=auto trainer.target_batch_tokens=1
@@ -65,7 +64,7 @@ def _short(config: TrainConfig, scratch: Path) -> list[str]:
     ]
     if config.task is None:
         text = "one two three " * (trainer.seq_len // 10)
-        lines = (json.dumps({"text": f"{number} {text}"}) for number in range(DOCUMENTS))
+        lines = (json.dumps({"text": f"{number} {text}"}) for number in range(40))
         (scratch / "text.jsonl").write_text("\n".join(lines) + "\n")
         vocabulary = config.model["vocab_size"] or DeltaProductConfig.vocab_size
         short += [f"data.path={scratch / 'text.jsonl'}", f"data.cache_dir={scratch / 'data'}"]

@@ -230,5 +230,4 @@ def has_gluon(kernel: str, key: Key) -> bool:
 
 
 def _first_line(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0]}"
+    return f"{type(failure).__name__}: {str(failure).strip().splitlines()[:1]}"

@@ -33,11 +33,6 @@ def test_shapes_and_dtypes_of_the_results(backend, dtype):
     assert delta_product(**inputs, backend=backend)[1] is None
 
 
-def test_scale_defaults_to_the_inverse_root_of_the_key_dimension():
-    inputs = valid()
-    torch.testing.assert_close(delta_product(**inputs)[0], delta_product(**inputs, scale=K**-0.5)[0])
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
