@@ -113,12 +113,6 @@ def test_text_of_the_saved_config_is_not_interpolated(run: Path):
     assert composed(at(run)).data.path == "${oc.env:HOME}"
 
 
-def test_a_config_of_another_version_is_one_line(run: Path):
-    (run / "config.yaml").write_text("trainer: {max_stepz: 3}")
-    with pytest.raises(ValueError, match=r"config\.yaml"):
-        composed(at(run))
-
-
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
     config = DeltaProductConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_heads=1, head_dim=16)
@@ -143,11 +137,6 @@ def test_the_same_command_again_keeps_the_tokenizer_of_the_weights(export: Path,
     again = composed(*command)
     assert (again.data.tokenizer, again.model) == (first.data.tokenizer, first.model)
     assert composed(*command, "data.tokenizer.name=bytes").data.tokenizer.name == "bytes"
-
-
-def test_weights_that_are_not_there(tmp_path: Path):
-    with pytest.raises(ValueError, match="does not exist: give a run folder"):
-        composed(f"init_from={tmp_path}/nothing")
 
 
 def test_jobs_of_a_sweep_share_the_weights_and_no_config(export: Path, run: Path):

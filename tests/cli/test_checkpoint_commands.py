@@ -73,17 +73,6 @@ def test_generate(run: Path, run_command: Command) -> None:
     assert out.rstrip("\n") == TEXT + tokenizer.decode(ids[start:], skip_special_tokens=True).rstrip("\n")
 
 
-def test_generate_draws_the_same_text_for_the_same_seed(run: Path, capsys: pytest.CaptureFixture) -> None:
-    texts = []
-    for seed in (1, 1, 2):
-        sampling = ["max_new_tokens=20", "top_k=50", "top_p=0.9"]
-        overrides = [f"checkpoint={run}", "prompt=ab", f"seed={seed}", *sampling]
-        generate.register()
-        assert generate.task(app.compose("generate", overrides)) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_prompts_of_a_file_get_what_each_gets_alone(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from fla_train.bench import backend_checks
 from fla_train.kernels.delta_product import interface
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
-from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_backend
+from fla_train.kernels.delta_product.selfcheck import CASES
 
 
 def test_a_sound_machine_is_ready(run_command, monkeypatch):
@@ -28,13 +28,6 @@ def test_a_wrong_backend_is_named_and_fails(run_command, monkeypatch):
     monkeypatch.setattr(backend_checks, "checks", lambda: [(name, "cpu", torch.float32) for name in backends])
     code, out, _ = run_command("fla-doctor")
     assert code == 1 and "NOT READY" in out and "chunk on cpu is wrong" in out
-
-
-@pytest.mark.parametrize(("backend", "said"), [("triton", True), ("chunk", False)])
-def test_a_compiler_is_suspected_where_one_ran(run_command, monkeypatch, backend, said):
-    failed = CheckReport(backend, "cpu", torch.float32, (), "gives other numbers")
-    monkeypatch.setattr(backend_checks, "run_checks", lambda *arguments, **options: [failed])
-    assert ("TRITON_PTXAS_PATH" in run_command("fla-doctor")[1]) == said
 
 
 def test_the_kernels_of_a_shape_are_explained(run_command, monkeypatch):
@@ -59,21 +52,6 @@ def test_the_kernels_of_a_shape_are_explained(run_command, monkeypatch):
 def test_a_wrong_shape_is_a_users_error(run_command, shape, said):
     code, _, err = run_command("fla-doctor", "--shape", *shape)
     assert code == 2 and said in err
-
-
-def test_merged_reports_hold_every_row_and_the_first_failure():
-    parts = [check_backend("chunk", "cpu", torch.float32, cases=[case]) for case in CASES[:2]]
-    merged = backend_checks.merge(parts)
-    assert merged.ok
-    assert merged.rows == parts[0].rows + parts[1].rows
-    broken = CheckReport("chunk", "cpu", torch.float32, (), "does not compile")
-    assert backend_checks.merge([*parts, broken]).failure == "does not compile"
-
-
-def test_compiled_backends_meet_every_case_but_those_without_kernels_of_their_own():
-    assert backend_checks.compiled_cases(torch.bfloat16) == list(CASES)
-    assert backend_checks.compiled_cases(torch.float32) == [case for case in CASES if not case.busy]
-    assert any(case.head_dims == (128, 128) for case in backend_checks.compiled_cases(torch.float32))
 
 
 @pytest.mark.slow

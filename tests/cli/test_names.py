@@ -39,7 +39,6 @@ WRONG = {
     "fla-eval suite.nonsense=1 suite.perplexity.bucket=wide": ["suite.nonsense", "suite.perplexity.bucket"],
     "fla-prepare data.pth=x": ["did you mean data.path"],
     "fla-export repo_id=a/b": ["hub.repo_id"],
-    "fla-bench train lr=1": ["optimizer.lr"],
 }
 
 
