@@ -144,8 +144,8 @@ def test_only_the_last_export(pushes) -> None:
 @pytest.mark.long
 def test_a_run_pushes_its_exports(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    text = "the gate of state {} forgets a key " * 5
-    documents = [json.dumps({"id": str(i), "text": text.format(i)}) for i in range(99)]
+    texts = [f"the gate of state {i} forgets a key " * 5 for i in range(99)]
+    documents = [json.dumps({"id": str(i), "text": text}) for i, text in enumerate(texts)]
     (tmp_path / "corpus/documents.jsonl").write_text("\n".join(documents) + "\n")
     size = ["vocab_size=320", "hidden_size=32", "num_hidden_layers=1", "num_heads=1", "head_dim=16"]
     trainer = [
