@@ -56,7 +56,7 @@ class FakeHub(ThreadingHTTPServer):
     def environment(self, home: Path) -> dict[str, str]:
         """Return what a process needs to reach this Hub and nothing else."""
         variables = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-        return variables | {"HF_TOKEN": TOKEN}
+        return variables | {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
 
 
 @contextmanager
