@@ -31,7 +31,7 @@ PLACEHOLDERS = {
 }
 # What the runs here can't write: without a suite, a Hub, W&B, a full disk, a loss that is NaN.
 ELSEWHERE = {
-    *("eval/SUITE-*/", "wandb/", "pushes.jsonl", "logs/push.log"),
+    *("NAME/step-0000100/", "eval/SUITE-*/", "wandb/", "pushes.jsonl", "logs/push.log"),
     *("evaluated_step", "eval/SET/NUMBER"),
     *("step 100: skipped", "NO CHECKPOINT", "NO EXPORT", "NOT PUSHED"),
 }
