@@ -175,3 +175,9 @@ def test_a_foreign_training_record_gives_no_batch(export: Path, record: object):
     (export / "checksums.json").unlink()
     (export / "training.json").write_text(json.dumps(record))
     assert composed(f"init_from='{export}'").trainer.seq_len == 512
+
+
+def test_a_config_with_an_unknown_key_is_named(run: Path) -> None:
+    (run / "config.yaml").write_text("trainer: {max_stepz: 3}")
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        composed(at(run))

@@ -180,3 +180,13 @@ def test_an_interrupt_is_a_line(words: list[str], place: str, line: str, run_com
 def test_every_suite_composes(suite: str) -> None:
     eval.register()
     assert OmegaConf.to_object(app.compose("eval", [f"suite={suite}"])).suite.name == suite
+
+
+def test_generate_draws_the_same_text_for_the_same_seed(run: Path, capsys: pytest.CaptureFixture) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        sampling = ["max_new_tokens=20", "top_k=50", "top_p=0.9"]
+        generate.register()
+        assert generate.task(app.compose("generate", [f"checkpoint={run}", f"seed={seed}", *sampling])) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
