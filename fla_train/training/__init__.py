@@ -1,1 +1,1 @@
-"""The trainer: typed config, launcher, DeepSpeed engine, loop, checkpoints, metrics."""
+"""Train models: typed config, launcher, DeepSpeed engine, training loop, checkpoints, metrics."""

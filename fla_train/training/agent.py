@@ -1,10 +1,10 @@
 """Start, watch and restart this machine's workers with `torch.distributed.elastic`.
 
-What it adds to torch's agent: a request to stop becomes a checkpoint, errors that would come again end the
-run, a new checkpoint forgives the failures before it, and workers whose peer failed are killed at once.
+The agent extends torch's agent. A request to stop saves a checkpoint. An error that would recur ends the
+run. A new checkpoint resets the count of failures. When a worker fails, the others are killed at once.
 
 Machines meet in torch's c10d rendezvous, whose store the main machine serves at `launch.main_process_port`.
-On one machine it is in this process, and nothing listens.
+If there is only one machine, the store is in this process and no port is opened.
 """
 
 import hashlib
@@ -58,19 +58,22 @@ from fla_train.utils.processes import available_cores, openmp_threads
 from fla_train.utils.timeline import BEGAN
 
 DEFAULT_PORT = 29500
-POLL = 0.1  # seconds between looks at the workers; with several machines each look reads their store
-LINGER = 3.0  # seconds that the main machine's store outlives a failure, so that the others learn of the end
-READ_TIMEOUT = 15  # seconds for one operation on the store
+# Seconds between checks of the workers. With several machines each check reads their store.
+POLL = 0.1
+# Seconds that the main machine keeps its store after a failure, so that the other machines see it.
+LINGER = 3.0
+READ_TIMEOUT = 15  # timeout in seconds of one operation on the store
 RETRY = 1.0  # seconds between attempts to reach the store
-LONGEST_FINISH = 7 * 24 * 3600.0  # seconds that machines whose workers have ended wait for that of rank 0
+# Seconds that a machine whose workers have ended waits for the workers of the other machines.
+LONGEST_FINISH = 7 * 24 * 3600.0
 
 
 class WorkersFailed(RuntimeError):
-    """Workers failed and no restart is left, or machines did not join; the message is one line.
+    """Report that workers failed with no restart left, or that machines did not join.
 
     Attributes:
-        rank: of the worker that failed first, if one did.
-        final: the same command would fail again.
+        rank: rank of the worker that failed first, if a worker failed.
+        final: whether the same command would fail again.
     """
 
     def __init__(self, line: str, rank: int | None = None, final: bool = False):
@@ -80,7 +83,7 @@ class WorkersFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How the first worker failed."""
+    """Describe how the first worker failed."""
 
     rank: int
     line: str
@@ -101,33 +104,35 @@ def run_workers(
 ) -> None:
     """Run `python ARGUMENTS` for each rank of this machine until all have ended.
 
-    Args:
-        newest_step: step of the newest checkpoint; if it has grown, earlier failures count no more.
-        run: the run's folder; agents of another run don't join.
-        scratch: folder on this machine for stores and error files.
-        began: Unix time from which the first workers count the seconds of their start; None: now.
+    SIGUSR1, SIGTERM, SIGHUP and a first Ctrl-C make the workers save a checkpoint and end.
 
-    SIGUSR1, SIGTERM, SIGHUP and a first Ctrl-C have the workers save a checkpoint and end.
+    Args:
+        newest_step: returns the step of the newest checkpoint. When it grows, earlier failures no longer
+            count.
+        run: the run's folder. Agents of different runs do not join each other.
+        scratch: folder on this machine for stores and error files.
+        began: Unix time from which the first workers count their startup; None: now.
 
     Raises:
         WorkersFailed: no restart is left, or machines did not join.
-        Preempted: the workers have saved a checkpoint, or failed while doing so.
+        Preempted: the workers have saved a checkpoint, or failed while saving it.
         KeyboardInterrupt: on a second Ctrl-C; the workers have been killed.
-        ValueError: `launch.main_process_ip` is no address that other machines reach.
+        ValueError: other machines cannot reach `launch.main_process_ip`.
     """
     if launch.num_machines > 1:
         check_address(launch.main_process_ip)
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say what they would
-    # Torch has no public way to hand its agent a process that has been started.
+            # Our messages replace those of torch.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Torch has no public way to pass its agent a process that is already running.
     SubprocessHandler._popen = lambda handler, command, environment: start_worker(command, environment)
     with StopSignals() as signals, _environment(launch, began):
         _Launcher(arguments, launch, newest_step, run, scratch, signals).run()
 
 
 class _Launcher:
-    """Runs an agent to its end, and another one if the connection to the store was lost meanwhile."""
+    """Run an agent to its end. Start another agent if the connection to the store was lost."""
 
     def __init__(
         self,
@@ -177,8 +182,9 @@ class _Launcher:
                 time.sleep(RETRY)
 
     def _finish(self, agent: "Agent", result: RunResult) -> None:
-        """Return or raise by how the workers ended."""
-        agent.rendezvous.shutdown()  # closes it for all machines; after a success they have all ended
+        """Return or raise according to how the workers ended."""
+        # Close the rendezvous for all machines. After a success all of their workers have ended.
+        agent.rendezvous.shutdown()
         if agent.stopped:
             raise Preempted
         if result.is_failed():
@@ -197,7 +203,7 @@ class _Launcher:
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=self._place,
-            # No path: torch makes a folder in `scratch` whose name begins with it.
+            # Hash the path, because torch creates a folder in `scratch` whose name begins with the run id.
             run_id=hashlib.sha256(os.path.abspath(self._run).encode()).hexdigest(),
             min_nodes=launch.num_machines,
             max_nodes=launch.num_machines,
@@ -219,7 +225,7 @@ class _Launcher:
         return Agent(spec, launch, self._newest_step, self._scratch, self._signals)
 
     def _backend(self, parameters: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
-        """The store: in this process, or on several machines served by the main one for all."""
+        """Return the store: in this process, or for several machines the one that the main machine serves."""
         if self._launch.num_machines == 1:
             store = HashStore()
             return C10dRendezvousBackend(store, parameters.run_id), store
@@ -231,7 +237,8 @@ class _Launcher:
         except RendezvousConnectionError:
             if not serves or rank == 0:
                 raise
-        parameters.config["is_host"] = False  # another agent of this machine serves it
+        # An agent that started earlier on this machine serves the store.
+        parameters.config["is_host"] = False
         return create_backend(parameters)
 
     def _within(self) -> str:
@@ -239,13 +246,13 @@ class _Launcher:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent of one machine, with our rules for restarts, requests to stop and final errors.
+    """Extend torch's agent of one machine with rules for restarts, requests to stop and final errors.
 
     Attributes:
-        rendezvous: of the machines.
-        stopped: all workers have ended on request.
-        failure: the newest one.
-        begun: workers have been started.
+        rendezvous: the rendezvous of the machines.
+        stopped: whether all workers have ended on request.
+        failure: the newest failure.
+        begun: whether workers have been started.
     """
 
     def __init__(
@@ -259,7 +266,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(str(scratch / "errors")), exit_barrier_timeout=LONGEST_FINISH)
         self.rendezvous = spec.rdzv_handler
         self._launch, self._newest_step, self._scratch, self._signals = launch, newest_step, scratch, signals
-        self._step = 0  # of the newest checkpoint when the workers started
+        # Step of the newest checkpoint when the workers started.
+        self._step = 0
         self.stopped, self.begun = False, False
         self.failure: Failure | None = None
 
@@ -270,7 +278,7 @@ class Agent(LocalElasticAgent):
         return [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        # A name of this start, the same on all machines: that of the machine that asks first.
+        # All machines use one name for this start: the machine that asks first chooses it.
         name = worker_group.store.compare_set("start", "", secrets.token_hex(8)).decode()
         if self._launch.num_machines == 1:
             os.environ[STORE_FILE] = str(self._scratch / name)
@@ -278,13 +286,14 @@ class Agent(LocalElasticAgent):
             os.environ[STORE_PREFIX] = name
         self._step, self.begun = self._newest_step(), True
         pids = super()._start_workers(worker_group)
-        self._signals.pass_to(self._processes())  # torch has put handlers of its own in place
+        # Torch has installed its signal handlers: replace them again.
+        self._signals.pass_to(self._processes())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._signals.repeat()
         codes = {rank: process.poll() for rank, process in enumerate(self._processes())}
-        # A request kills a worker that does not listen yet, and has nothing to save.
+        # A request kills a worker that has not installed its handlers yet. Such a worker has nothing to save.
         killed = {-number for number in SIGNALS} if self._signals.requested else set()
         failed = [rank for rank, code in codes.items() if code not in (None, 0, EXIT_CODE, *killed)]
         if not failed and any(code in killed for code in codes.values()):
@@ -293,7 +302,7 @@ class Agent(LocalElasticAgent):
             still = None in codes.values()
             return RunResult(state=WorkerState.HEALTHY) if still else self._stop(worker_group)
         if failed:
-            self._shutdown()  # the others wait for those that failed
+            self._shutdown()  # the other workers wait for the failed ones
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             ranks = [worker_group.workers[local].global_rank for local in failed]
@@ -315,7 +324,8 @@ class Agent(LocalElasticAgent):
         limit = self._launch.max_restarts
         if failure.final or self._signals.requested:
             self._remaining_restarts = 0
-        elif self._newest_step() > self._step:  # a new checkpoint: earlier failures count no more
+        # After a new checkpoint, earlier failures no longer count.
+        elif self._newest_step() > self._step:
             self._remaining_restarts = limit
         if self._remaining_restarts:
             self._signals.pass_to([])
@@ -323,20 +333,24 @@ class Agent(LocalElasticAgent):
             log(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
     def _shutdown(self, *_: object, **options: object) -> None:
-        """Kill: what workers leave on disk is complete or absent, and some wait where signals don't reach."""
-        super()._shutdown(signal.SIGKILL, **options)  # torch 2.13 gives a timeout, 2.11 nothing
+        """Kill the workers. This is safe because their files are complete or absent after a kill.
+
+        SIGTERM would not reach a worker that waits inside a collective.
+        """
+        # Torch 2.13 passes a timeout, torch 2.11 passes nothing.
+        super()._shutdown(signal.SIGKILL, **options)
 
 
 def _joined(handler: DynamicRendezvousHandler) -> int:
-    """How many machines waited in a rendezvous that timed out; torch has no public name for it.
+    """Return the number of machines that waited in a rendezvous that timed out.
 
-    This one has just been taken out.
+    Torch has no public name for it. This machine has just been removed, so it is added again.
     """
     return len(handler._state_holder.state.participants) + 1
 
 
 def _first(failures: dict[int, ProcessFailure]) -> Failure:
-    """The earliest failure by its error file. A killed worker leaves none, and makes the others fail."""
+    """Return the earliest failure, by error files. A killed worker leaves none and makes the others fail."""
 
     def when(rank: int) -> float:
         failure = failures[rank]
@@ -353,18 +367,18 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
 
 @contextmanager
 def _environment(launch: LaunchConfig, began: float | None) -> Iterator[None]:
-    """Inside, this process's environment is that of its workers."""
+    """Set the environment of the workers in this process inside the `with` block."""
     before = dict(os.environ)
     local = launch.num_processes // launch.num_machines
     os.environ |= {
         "FLA_TRAIN_LAUNCHER": str(os.getpid()),
         BEGAN: str(began or time.time()),
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # workers use the rendezvous' store, no second one
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are ours
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # workers reuse the store of the rendezvous
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # this package handles the other signals
     }
     os.environ["OMP_NUM_THREADS"] = str(openmp_threads(default=max(1, available_cores() // local)))
-    # Threads that spin while they wait slow a shared CPU down several times over.
+    # Threads that spin while they wait slow down a shared CPU several times.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if launch.device == "cpu":
         os.environ |= CPU_ONLY

@@ -1,13 +1,14 @@
-"""Async writer: a process beside each rank that writes the files of its checkpoints.
+"""Write a rank's checkpoint files in a separate process.
 
 The trainer's process only copies its state to a staging buffer (`utils/staging_buffer.py`), which both
-processes share. This process reads the buffer, hashes and writes the files, and flushes them to the disk, so
-that Python's lock, checksums and slow disks don't hold up training. It imports only the standard library,
-starts within 0.1 s, needs no memory of note, and dies with its trainer.
+processes share. The writer's process reads the buffer, hashes and writes the files, and flushes them to disk.
+Training therefore does not wait for Python's lock, checksums or slow disks. The writer imports only the
+standard library, starts within 0.1 s, needs little memory, and ends with its trainer.
 
-The ranks' writers share nothing but the folder that they write in. Each leaves `part-R.json`, the manifest
-entries of its files, once they are on the disk. Rank 0's writer waits for the parts of the others, writes the
-manifest and renames the folder. It gives up when its trainer sends it the error of another rank.
+The ranks' writers share only the folder that they write. Each writer saves `part-R.json`, the manifest
+entries
+of its files, once the files are on disk. Rank 0's writer waits for these files of the other ranks, writes the
+manifest and renames the folder. It gives up when its trainer sends the error of another rank.
 """
 
 import hashlib
@@ -36,47 +37,50 @@ from fla_train.utils.processes import die_with_parent, module_command
 if TYPE_CHECKING:
     from fla_train.utils.staging_buffer import Segment  # imports torch
 
-CHUNK = 1 << 20  # bytes read, hashed and written at once: they stay in the cache of a core
-VISIBLE = 120.0  # seconds in which a shared file system must show rank 0 what another rank has written
-POLL = 0.1  # seconds between looks at the other ranks' parts
+# Bytes that are read, hashed and written at once. They stay in the cache of a core.
+CHUNK = 1 << 20
+# Seconds within which a shared file system must show rank 0 the files of another rank.
+VISIBLE = 120.0
+POLL = 0.1  # seconds between checks for the other ranks' `part-R.json`
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank's writer has to write."""
+    """Describe the files that one rank's writer writes."""
 
-    folder: str  # holds the checkpoints
-    attempt: str  # name of the folder to write in, one for all ranks and for this attempt only
+    folder: str  # folder that holds the checkpoints
+    # Name of the folder to write. It is the same on all ranks, and unique to this attempt.
+    attempt: str
     rank: int
-    files: "Mapping[str, Sequence[Segment]]"  # this rank's
-    content: Mapping[str, Any]  # of the manifest, without the files
-    keep: int  # newest checkpoints kept, 0: all
-    keep_every: int  # steps whose multiples are kept for good, 0: none
+    files: "Mapping[str, Sequence[Segment]]"  # files of this rank
+    content: Mapping[str, Any]  # content of the manifest without `files`
+    keep: int  # number of newest checkpoints to keep, 0: all
+    keep_every: int  # keep multiples of this step forever, 0: none
 
 
 class Result(NamedTuple):
-    """How a job ended."""
+    """Describe how a job ended."""
 
-    error: str | None  # one line that names the rank; None: it succeeded
+    error: str | None  # one line that names the rank; None: success
     seconds: float
     warning: str | None = None  # older checkpoints could not be deleted
 
 
 class WriteFailed(RuntimeError):
-    """There is no checkpoint; the message is one line that names the rank."""
+    """Report that no checkpoint was written; the message names the rank."""
 
 
 class AsyncWriter:
-    """The trainer's end: starts the process and gives it one job at a time.
+    """Start the writer's process and pass it one job at a time.
 
     Args:
         staging: file descriptor of the staging buffer.
-        rank: for messages.
+        rank: rank for messages.
     """
 
     def __init__(self, staging: int, rank: int):
         self._rank, self._busy = rank, False
-        self._result = Result(None, 0.0)  # of the last job
+        self._result = Result(None, 0.0)  # result of the last job
         self._connection, theirs = Pipe()
         arguments = map(str, (theirs.fileno(), staging, os.getpid()))
         self._process = subprocess.Popen(
@@ -84,7 +88,8 @@ class AsyncWriter:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), staging),
-            start_new_session=True,  # Ctrl-C at the terminal is for the trainer, which still saves
+            # Ctrl-C in the terminal reaches only the trainer, which still saves a checkpoint.
+            start_new_session=True,
         )
         theirs.close()
 
@@ -97,20 +102,20 @@ class AsyncWriter:
         return self._process.poll() is None
 
     def start(self, job: Job, beside: bytes) -> None:
-        """Have `job` written; `beside` are the bytes that aren't in the staging buffer."""
+        """Start to write `job`. `beside` holds the bytes that are not in the staging buffer."""
         self._busy = True
         self._send(json.dumps(vars(job)).encode(), beside)
 
     def others_are_done(self, error: str | None) -> None:
-        """Tell rank 0's writer that the other ranks have written their files, or why one could not."""
+        """Tell rank 0's writer that the other ranks have written their files, or why one failed."""
         self._send(json.dumps({"error": error}).encode())
 
     def done(self) -> bool:
-        """Whether the job has ended, so that `result` returns at once."""
+        """Return whether the job has ended, so that `result` returns at once."""
         return not self._busy or self._connection.poll()
 
     def result(self) -> Result:
-        """Wait for the end of the job."""
+        """Wait for the end of the job and return its result."""
         if self._busy:
             try:
                 self._result = Result(*json.loads(self._connection.recv_bytes()))
@@ -122,25 +127,25 @@ class AsyncWriter:
         return self._result
 
     def close(self) -> None:
-        """End the process once it has written what it is at."""
+        """End the process after its current job."""
         self._connection.close()
         self._process.wait()
 
     def _send(self, *messages: bytes) -> None:
-        with suppress(OSError):  # the process is gone: `result` says so
+        with suppress(OSError):  # the process has ended, which `result` reports
             for message in messages:
                 self._connection.send_bytes(message)
 
 
 def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | None:
-    """Write this rank's files and, on rank 0, complete the checkpoint and delete old ones.
+    """Write this rank's files. Rank 0 also completes the checkpoint and deletes old ones.
 
     Returns:
-        What `CheckpointStore.prune` returns.
+        The result of `CheckpointStore.prune`.
 
     Raises:
-        WriteFailed: no checkpoint; what this rank has written of it is deleted.
-        EOFError: the trainer is gone.
+        WriteFailed: no checkpoint was written; this rank's files of it have been deleted.
+        EOFError: the trainer has ended.
     """
     folder, name = Path(job.folder), checkpoint.folder_name(job.content["step"])
     writing = folder / job.attempt
@@ -161,7 +166,8 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
         checkpoint.write_manifest(writing, {**job.content, "files": dict(sorted(files.items()))})
         sync(writing / checkpoint.DEEPSPEED_TAG)
         sync(writing)
-        move_folder(writing, folder / name)  # in place of the remains of a corrupt one of the same step
+        # Replace the remains of a corrupt checkpoint of the same step.
+        move_folder(writing, folder / name)
     except EOFError:
         raise
     except Exception as failure:
@@ -180,7 +186,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
 
 
 def _write_file(path: Path, segments: "Sequence[Segment]", staging: int, beside: bytes) -> dict[str, Any]:
-    """Write a file and flush it to the disk; its entry in the manifest, hashed from what was written."""
+    """Write a file and flush it to disk. Return its manifest entry, hashed from the written bytes."""
     digest, size, chunk = hashlib.sha256(), 0, memoryview(bytearray(CHUNK))
     with path.open("wb", buffering=0) as file:
 
@@ -214,11 +220,11 @@ def _leave_part(writing: Path, rank: int, part: Mapping[str, Any]) -> None:
 
 
 def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[str, dict]:
-    """The manifest entries of the other ranks' files, once all are there.
+    """Return the manifest entries of the other ranks' files, once all of them exist.
 
     Raises:
         WriteFailed: a rank could not write, or its files don't become visible.
-        EOFError: the trainer is gone.
+        EOFError: the trainer has ended.
     """
     files: dict[str, dict] = {}
     missing, deadline = list(range(1, world_size)), math.inf

@@ -1,4 +1,4 @@
-"""The protocol by which features extend the training loop, public for classes outside this package.
+"""Define the protocol by which features extend the training loop. It is public for custom callbacks.
 
 `trainer.callbacks=[package.module:Class]` adds a subclass of `Callback` to a run; docs/extending.md has
 examples. The features in `training/features` implement the same protocol. Importing this module does not
@@ -45,11 +45,11 @@ class Callback:
         return ()
 
     def memory(self, config: "TrainConfig") -> int:
-        """Return the bytes of device memory that this callback takes on each rank, for the plan."""
+        """Return the bytes of device memory that this callback uses on each rank, for the plan."""
         return 0
 
     def attach(self, trainer: "Trainer") -> None:
-        """Get ready for training; the weights are loaded. Keep `super().attach(trainer)`."""
+        """Prepare for training; the weights are loaded. An override calls `super().attach(trainer)`."""
         self.trainer = trainer
 
     def before_step(self, step: int, micro_batches: "Sequence[Batch]") -> None:
@@ -60,7 +60,7 @@ class Callback:
         return {}
 
     def run_pass(self, inputs: Mapping[str, Any]) -> "Tensor | None":
-        """Run forward and backward pass in the engine's place and return the loss; None: the engine does."""
+        """Run the forward and backward pass in place of the engine; return the loss, or None to decline."""
         return None
 
     def after_loss(
@@ -77,59 +77,59 @@ class Callback:
         return loss
 
     def after_backward(self, number: int) -> None:
-        """Follow the backward pass of micro-batch `number`."""
+        """Act after the backward pass of micro-batch `number`."""
 
     def after_step(self, step: int, metrics: "dict[str, Tensor | float]") -> None:
-        """Follow the optimizer's update, whose kernels may still run.
+        """Act after the optimizer's update, whose kernels may still run.
 
         Args:
-            metrics: add scalars, which may stay on the device: they are read with the step's loss and reach
+            metrics: add scalars, which may stay on the device. They are read with the step's loss and reach
                 metrics.jsonl, TensorBoard and W&B if the step is logged.
         """
 
     def after_results(self, results: "Sequence[FinishedStep]") -> None:
-        """Follow the logging of steps whose results have reached the host, at most 10 steps late."""
+        """Act after steps whose results have reached the host are logged, at most 10 steps late."""
 
     def due(self, step: int) -> bool:
-        """Return whether `between_steps` is to be called after this step. The results are read before."""
+        """Return whether to call `between_steps` after this step. The results are read before the call."""
         return False
 
     def between_steps(self, step: int) -> None:
-        """Do periodic work, before the step's checkpoint is saved."""
+        """Do periodic work before the step's checkpoint is saved."""
 
     def after_evaluation(self, step: int, record: "Record") -> None:
-        """Follow a validation; add to its record."""
+        """Act after a validation, and add to its record."""
 
     def exported_weights(self) -> "Mapping[str, Mapping[str, Tensor]]":
         """Return further weights to export: {name: {parameter: value}}; rank 0 writes NAME/step-XXXXXXX."""
         return {}
 
     def finish(self) -> None:
-        """Follow the last step of the run, before its export."""
+        """Act after the last step of the run, before its export."""
 
     def stop(self) -> None:
-        """End background work, because the run was asked to stop."""
+        """End background work when the run is asked to stop."""
 
     def summary(self) -> list[str]:
-        """Return lines for the end of the run, on rank 0."""
+        """Return lines for the summary at the end of the run, on rank 0."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: tensors and plain values, in dicts and lists; empty: there is none.
+        """Return this rank's state: tensors and plain values in dicts and lists, or an empty dict.
 
         Tensors are copied to host memory in the background, before the next `before_step`.
         """
         return {}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore the states of all ranks of a checkpoint, in their order; their number may have changed.
+        """Restore the states of all ranks of a checkpoint, in rank order. Their number may have changed.
 
-        Clone what you keep: the tensors are mapped from the checkpoint's files, on the CPU.
+        Clone the tensors that you keep: they are mapped from the checkpoint's files, on the CPU.
         """
 
 
 def make_callbacks(entries: Sequence[str | Mapping[str, Any]]) -> list[Callback]:
-    """Make the callbacks that `trainer.callbacks` lists.
+    """Create the callbacks that `trainer.callbacks` lists.
 
     Args:
         entries: `package.module:Class`, or a mapping with that as `class` and the constructor's arguments.

@@ -1,4 +1,4 @@
-"""The checkpoint format: folder layout, manifest, verification, and the choice of one to resume.
+"""Define the checkpoint format (folder layout, manifest), verify checkpoints, and choose one to resume.
 
     checkpoints/.writing-step-0000100-.../  while it is written; never read
     checkpoints/step-0000100/
@@ -8,13 +8,13 @@
         features-0.pt ...                   state of each rank's features and callbacks
         deepspeed/                          weights and the ZeRO-2 partition of each rank
 
-A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on the disk.
+A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on disk.
 
 `manifest.json` is `{"version": 1, "sha256": ..., "content": ...}` with the sha256 of the content as compact
-JSON with sorted keys. The world size determines the files of a checkpoint. A manifest with other files is
-damaged.
+JSON with sorted keys. The world size determines the files of a checkpoint. A manifest that lists other files
+is damaged.
 
-This module imports neither torch nor numpy: the async writer's process does without them.
+This module imports neither torch nor numpy, because the async writer's process does not need them.
 """
 
 import hashlib
@@ -47,18 +47,19 @@ NAME = re.compile(r"step-\d{7,}")
 
 @dataclass
 class TrainState:
-    """What a run needs besides weights and optimizer to resume exactly."""
+    """Hold the state, besides weights and optimizer, that a run needs to resume exactly."""
 
-    step: int = 0  # optimizer steps taken, skipped ones included
-    sequences: int = 0  # training sequences consumed by all ranks: the position in the data
-    tokens: int = 0  # the same in tokens
-    skipped_steps: int = 0  # steps without an update: loss or gradient not finite, or the loss a spike
+    step: int = 0  # number of optimizer steps, including skipped ones
+    sequences: int = 0  # number of training sequences read by all ranks: the position in the data
+    tokens: int = 0  # number of training tokens read by all ranks
+    # Number of steps without an update, because loss or gradient was not finite or the loss spiked.
+    skipped_steps: int = 0
     skipped_in_row: int = 0
     wandb_id: str | None = None
     run: str | None = None  # `RunFolder.id`
-    config: dict[str, Any] = field(default_factory=dict)  # of the run: key -> value
+    config: dict[str, Any] = field(default_factory=dict)  # config of the run: key -> value
     data: str | None = None  # fingerprint of the prepared data
-    commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by part of a mixture
+    commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by component of a mixture
 
 
 def folder_name(step: int) -> str:
@@ -66,12 +67,12 @@ def folder_name(step: int) -> str:
 
 
 def read_state(folder: Path) -> TrainState:
-    """Raises `ValueError`: it is damaged, or another version wrote it, with other fields."""
+    """Read the state. Raise `ValueError` if it is damaged or has fields of another version."""
     return read_dataclass(TrainState, folder / STATE)
 
 
 def world_size(checkpoint: Path) -> int:
-    """The number of ranks that wrote it."""
+    """Return the number of ranks that wrote the checkpoint."""
     return read_manifest(checkpoint)["world_size"]
 
 
@@ -85,10 +86,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the validated content of a checkpoint's manifest.
 
     Returns:
-        step, tokens, world_size; versions: package -> version; files: name -> what `describe` returns.
+        step, tokens, world_size; versions: package -> version; files: name -> result of `describe`.
 
     Raises:
-        ValueError: it is missing or damaged; one line says what is wrong.
+        ValueError: the manifest is missing or damaged; one line names the problem.
     """
     try:
         content: Any = read_json(checkpoint / MANIFEST)
@@ -107,7 +108,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write `content`, as `read_manifest` returns it, as a manifest."""
+    """Write `content`, as returned by `read_manifest`, as a manifest."""
     content = dict(content)
     assert _manifest_error(content) is None, _manifest_error(content)
     manifest = {"version": MANIFEST_VERSION, "sha256": _checksum(content), "content": content}
@@ -121,7 +122,7 @@ def _checksum(content: object) -> str:
 
 
 def _manifest_error(content: Any) -> str | None:
-    """Say what is wrong with a manifest's content, which a stranger may have written; None if nothing is."""
+    """Return the first error in a manifest's content, which may come from a stranger, or None."""
     least = {"step": 0, "tokens": 0, "world_size": 1}
     if not isinstance(content, dict) or content.keys() != {*least, "versions", "files"}:
         return "has other fields than step, tokens, world_size, versions, files"
@@ -149,7 +150,7 @@ def step_of(name: str) -> int:
 
 
 def find_error(checkpoint: Path, run: str | None = None) -> str | None:
-    """Say in one line why a checkpoint can't be used; None if every file is as its manifest says.
+    """Return why a checkpoint can't be used; None: every file matches its manifest.
 
     Args:
         run: id of the run that must have written it; None: any.
@@ -167,7 +168,7 @@ def find_error(checkpoint: Path, run: str | None = None) -> str | None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """Manage the checkpoints of one run.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -183,7 +184,7 @@ class CheckpointStore:
         return sorted(present, key=lambda path: step_of(path.name))
 
     def newest_state(self, resume: str = "auto") -> tuple[Path, TrainState] | None:
-        """Return the checkpoint that `choose` probably takes, with its state. Nothing else is verified.
+        """Return the checkpoint that `choose` probably returns, with its state. Verify nothing else.
 
         Raises:
             ValueError: `resume` is not a checkpoint.
@@ -210,12 +211,14 @@ class CheckpointStore:
         """Return the verified checkpoint to start from; None: the beginning.
 
         Args:
-            resume: `trainer.resume`: auto, none or a path. A run that was begun with this path continues from
-                its newest checkpoint, so that a batch system may repeat the same command.
-            warn: gets a line for each checkpoint that `auto` skips.
+            resume: `trainer.resume`: auto, none or a path. A run that started from this path continues from
+                its
+                newest checkpoint, so that a batch system may repeat the same command.
+            warn: receives one line for each checkpoint that `auto` skips.
 
         Raises:
-            ValueError: `none` where checkpoints exist, a path that does not verify, or no intact checkpoint.
+            ValueError: `none` although checkpoints exist, a path that fails verification, or no intact
+                checkpoint.
         """
         present = self.list()
         if resume == "none":
@@ -241,7 +244,7 @@ class CheckpointStore:
             raise ValueError(f"trainer.resume={checkpoint} is not an intact checkpoint: {error}")
         step = read_manifest(checkpoint)["step"]
         if later := [path.name for path in present if step_of(path.name) > step]:
-            # A later `auto` would take them for this run's.
+            # A later `auto` would treat these checkpoints as checkpoints of this run.
             raise ValueError(
                 f"{self.folder} holds {later[-1]}, which comes after {checkpoint}: use "
                 "trainer.resume=auto to resume from it, or another run.dir"
@@ -258,13 +261,13 @@ class CheckpointStore:
     def prune(self, newest: Path, keep: int, keep_every: int = 0) -> str | None:
         """Delete checkpoints up to `newest`, except the last `keep` and the multiples of `keep_every` steps.
 
-        Later ones are the corrupt remains of an earlier attempt: they stay, and do not count.
+        Later ones are corrupt remains of an earlier attempt. They stay and do not count.
 
         Args:
-            keep: 0: all.
+            keep: number of checkpoints; 0: all.
 
         Returns:
-            One line that names those that could not be deleted, and why; None if all were.
+            One line that names the checkpoints that could not be deleted, and the reason, or None.
         """
         failed: dict[str, str] = {}
         last = step_of(newest.name)

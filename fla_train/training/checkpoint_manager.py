@@ -1,4 +1,4 @@
-"""CheckpointManager: saves checkpoints beside training, and knows which is on the disk and what failed.
+"""Save checkpoints in the background of training, and report which are on disk and which failed.
 
 A save copies the rank's state to a `StagingBuffer` in host memory, which its async writer's process shares.
 """
@@ -37,22 +37,23 @@ from fla_train.utils.filesystem import reason
 from fla_train.utils.random_states import random_states
 from fla_train.utils.staging_buffer import Segment, StagingBuffer
 
-BESIDES = 1 << 20  # bytes of a checkpoint besides weights and optimizer state, and of gaps between tensors
+# Bytes of a checkpoint besides weights and optimizer state, including gaps between tensors.
+BESIDES = 1 << 20
 VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
 class _Capture(CheckpointEngine):
-    """Takes what DeepSpeed would save: content by file name, with the engine's own tensors."""
+    """Collect the files that DeepSpeed would save: content by name, with the engine's tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, object] = {}
 
     def create(self, info: object) -> None:
-        """None is needed."""
+        """Do nothing: a tag needs no setup."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """None is needed."""
+        """Do nothing: no folder is written."""
 
     def save(self, state_dict: dict, path: str) -> None:
         self.files[f"{DEEPSPEED_TAG}/{Path(path).name}"] = state_dict
@@ -65,20 +66,21 @@ class _Capture(CheckpointEngine):
 
 
 class CheckpointManager:
-    """Saves the checkpoints of a run. All ranks make one, and call `save`, `is_saved`, `ensure_saved` alike.
+    """Save the checkpoints of a run. All ranks construct it and call its methods alike, except `poll`.
 
     A save copies the state to a staging buffer, from which the rank's async writer writes it. On a GPU the
-    copy runs beside the forward and backward pass of the next step and ends before its update. A save that
-    fails (disk full, writer process killed) is reported, the earlier checkpoints stay as they are, and the
-    next save tries again.
+    copy overlaps with the forward and backward pass of the next step and ends before its update. A save that
+    fails (disk full, writer process killed) is reported. The earlier checkpoints stay, and the next save
+    tries
+    again.
 
     Args:
-        engine: DeepSpeed's.
-        folder: holds the checkpoints.
-        keep: newest ones kept, 0: all.
-        keep_every: steps whose multiples are kept for good, 0: none.
-        log: gets a line on rank 0 when a save has ended.
-        saved_step: of the checkpoint in `folder` that the run resumes from; -1: there is none.
+        engine: DeepSpeed's engine.
+        folder: folder that holds the checkpoints.
+        keep: number of newest checkpoints to keep; 0: all.
+        keep_every: keep checkpoints at multiples of this step forever; 0: none.
+        log: receives one line on rank 0 when a save has ended.
+        saved_step: step of the checkpoint in `folder` that the run resumes from, or -1.
     """
 
     def __init__(
@@ -98,30 +100,32 @@ class CheckpointManager:
         self._versions = {name: version(name) for name in VERSIONS}
         self._staging = StagingBuffer()
         self._writer: AsyncWriter | None = None
-        self._job: tuple[Job, bytes] | None = None  # for the writer, once the copy is complete
-        self._step = saved_step  # of the newest save
-        self._error: str | None = None  # why it failed
-        self._agreed = self._reported = True  # its end: agreed by all ranks, logged
-        # An attempt's folder is that attempt's only, so that no rank takes an earlier one's files for it.
+        self._job: tuple[Job, bytes] | None = None  # passed to the writer once the copy is complete
+        self._step = saved_step  # step of the newest save
+        self._error: str | None = None  # why the newest save failed
+        # Whether all ranks have agreed on the end of the newest save, and whether it has been logged.
+        self._agreed = self._reported = True
+        # Use a new folder for each attempt, so that no rank mistakes an earlier attempt's files for this
+        # one's.
         self._run = self._gather(secrets.token_hex(4))[0]
         self._attempts = count()
         self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self.finish_copy())
 
     def reserve(self) -> None:
-        """Have host memory for the first save ready beside training; after an optimizer step."""
+        """Allocate host memory for the first save in the background. Call it after an optimizer step."""
         tensors = [x for state in self._engine.optimizer.optimizer.state.values() for x in state.values()]
-        if self._rank == 0:  # which saves the model, too
+        if self._rank == 0:  # rank 0 also saves the model
             tensors += self._engine.module.state_dict().values()
         size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
         self._staging.reserve(size + BESIDES)
 
     def save(self, state: TrainState, features: Mapping[str, Any] | None = None) -> float:
-        """Start to write a checkpoint of now; returns the seconds training stood still.
+        """Start to save a checkpoint of the current state. Return the seconds for which training paused.
 
-        It first waits for the end of the save before.
+        It first waits for the end of the previous save.
 
         Args:
-            features: this rank's state of each feature by name; its tensors must not change before
+            features: this rank's state of each feature by name. Its tensors must not change before
                 `finish_copy`.
         """
         begin = time.perf_counter()
@@ -149,12 +153,12 @@ class CheckpointManager:
             self._report(*self._writer.result())
 
     def is_saved(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is on the disk; waits for the save under way."""
+        """Return whether a checkpoint of `step` is on disk, after waiting for the current save."""
         self._wait()
         return self._step == step and self._error is None
 
     def ensure_saved(self, step: int) -> None:
-        """Wait until the checkpoint of `step` is on the disk.
+        """Wait until the checkpoint of `step` is on disk.
 
         Raises:
             TrainingStopped: it could not be written.
@@ -166,18 +170,19 @@ class CheckpointManager:
             )
 
     def close(self) -> None:
-        """End the writer's process; no save may be under way."""
+        """End the writer's process. No save may be in progress."""
         self._hook.remove()
         if self._writer is not None:
             self._writer.close()
         self._staging.close()
 
     def _capture(self, state: TrainState) -> dict[str, object]:
-        """This rank's files: name -> content, whose tensors are the engine's."""
+        """Return this rank's files: name -> content, whose tensors are the engine's."""
         capture = _Capture()
         with files_through(self._engine, capture):
             self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
-        # The masters are the weights, which are fp32 and in the model's file: 12 bytes a parameter, not 16.
+        # Omit the fp32 masters, because the model's file holds the same weights in fp32. That saves 4 of 16
+        # bytes per parameter.
         del capture.files[OPTIMIZER_FILE.format(rank=self._rank)][SHARD][MASTERS]
         files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
         if self._rank == 0:
@@ -201,7 +206,10 @@ class CheckpointManager:
         )
 
     def finish_copy(self) -> None:
-        """Wait for the end of the copy and start the writer; before the optimizer's step and each wait."""
+        """Wait for the end of the copy and start the writer.
+
+        Call it before the optimizer's step and before each wait for a save.
+        """
         if self._job is not None:
             self._staging.wait()
             self._writer.start(*self._job)
@@ -226,7 +234,7 @@ class CheckpointManager:
         self._agreed = True
 
     def _gather(self, value: str | None) -> list[str | None]:
-        """All ranks' values."""
+        """Return the values of all ranks."""
         values = [value] * self._world
         if self._world > 1:
             dist.all_gather_object(values, value)

@@ -1,7 +1,7 @@
-"""Checks of a whole config, after `resolve` has filled in its numbers.
+"""Check a whole config after `resolve` has filled in its sizes.
 
-Checks of single keys and sections stand in `config.py`. Options that exclude each other are pairs in
-`CONFLICTS`; what needs more than a pair is a function here.
+Checks of single keys and sections are in `config.py`. `CONFLICTS` lists pairs of options that exclude each
+other. A check that needs more than a pair is a function in this module.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ from fla_train.models.build import build_model_config, is_zoo
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.config import TrainConfig
 
-FLOAT8_CAPABILITY = (8, 9)  # of a GPU
+FLOAT8_CAPABILITY = (8, 9)  # minimum compute capability of a GPU
 
-# Conditions on a resolved config, by the words that name them in errors
+# Conditions on a resolved config, by their names in errors.
 CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "a synthetic task": lambda c: c.task is not None,
     "a model of another library": lambda c: is_zoo(c.model),
@@ -37,7 +37,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "trainer.precision=fp8": lambda c: c.trainer.precision == "fp8",
     "trainer.suite_every above 0": lambda c: c.trainer.suite_every > 0,
 }
-# Pairs of conditions that exclude each other
+# Pairs of conditions that exclude each other.
 CONFLICTS: dict[str, tuple[str, ...]] = {
     "data.contiguous=true": ("a model of another library", "trainer.initial_state other than zero"),
     "launch.context_parallel above 1": (
@@ -53,7 +53,8 @@ CONFLICTS: dict[str, tuple[str, ...]] = {
         "data.document_boundaries=true",
         "launch.num_processes above 1",
         "several micro-batches a step",
-        "trainer.callbacks with after_loss",  # replayed kernels run no Python
+        # Replayed kernels run no Python.
+        "trainer.callbacks with after_loss",
     ),
     "trainer.initial_state other than zero": ("a model of another library",),
     "trainer.precision=fp8": ("a model of another library", "launch.device=cpu"),
@@ -62,7 +63,7 @@ CONFLICTS: dict[str, tuple[str, ...]] = {
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each pair of options in `CONFLICTS` that a resolved config uses."""
+    """Yield an error for each pair of options in `CONFLICTS` that a resolved config combines."""
     for option, others in CONFLICTS.items():
         for other in others:
             if CONDITIONS[option](config) and CONDITIONS[other](config):
@@ -70,7 +71,7 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def find_misfits(config: TrainConfig) -> list[str]:
-    """List the settings of a resolved config that fit neither each other nor this machine, one line each."""
+    """List the settings of a resolved config that conflict with each other or with this machine."""
     return [
         *_launch_errors(config),
         *_device_errors(config),

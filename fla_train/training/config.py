@@ -1,8 +1,9 @@
-"""The typed config of `fla-train`: the keys of `configs/train.yaml`, their checks, and what "auto" means.
+"""Define the typed config of `fla-train`: the keys of `configs/train.yaml` and their checks.
 
-Units and defaults stand with a comment in the YAML files. A new key is one field here, whose `key(...)` names
-its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or a wrong type
-fails before anything starts. `validate` reports all other errors together.
+The comments in the YAML files state units and defaults. To add a key, add one field in this module, whose
+`key(...)` names its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or
+a
+wrong type fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
 """
 
 import math
@@ -28,16 +29,19 @@ from fla_train.training.callback import make_callbacks
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key
 
-WARMUP_SHARE, WARMUP_CAP = 0.05, 512  # of the run, and never more than the papers' steps
-# Keys of `model` that a recipe for our family may set though the model of another library does not read them
+# Fraction of the run for warm-up, and its maximum in steps.
+WARMUP_SHARE, WARMUP_CAP = 0.05, 512
+# Keys of `model` that a recipe for our family may set although a model of another library ignores them.
 ZOO_KEYS = tuple(f"model.{name}" for name in (*NODE_KEYS, "hidden_size", "num_hidden_layers", "head_dim"))
-OF_THE_TASK = ("trainer.seq_len=", "trainer.global_batch_tokens=", "model.vocab_size=")  # overrides
-LENGTHS = ("max_steps", "max_tokens", "epochs")  # keys of `trainer`, of which one is set
-DECAY_SHARE = 0.2  # of the run, for `wsd`
+# Overrides of keys that the task decides.
+OF_THE_TASK = ("trainer.seq_len=", "trainer.global_batch_tokens=", "model.vocab_size=")
+# Keys of `trainer` for the length of a run. Exactly one of them is set.
+LENGTHS = ("max_steps", "max_tokens", "epochs")
+DECAY_SHARE = 0.2  # fraction of the run in which `wsd` decays
 
 
 def _class_errors(name: str, options: Any) -> Iterator[str]:
-    """Check that a custom class can be imported, and that options are a mapping and come with one."""
+    """Check that a custom class can be imported, and that options are a mapping and come with a class."""
     if not isinstance(options, dict | None):
         yield f"options={options} must be null or a mapping"
     if ":" in name:
@@ -56,7 +60,7 @@ class OptimizerConfig:
     weight_decay: float = key(at_least=0)
     beta1: float = key(at_least=0, below=1)
     beta2: float = key(at_least=0, below=1)
-    eps: float = key(above=0)  # a weight without a gradient would become 0 / 0
+    eps: float = key(above=0)  # with 0, a weight without a gradient would become 0 / 0
     max_grad_norm: float = key(at_least=0)
     momentum: float | None = key(None, at_least=0, below=1)
     options: Any = None
@@ -77,15 +81,15 @@ class ScheduleConfig:
     options: Any = None
 
     def warmup(self, max_steps: int) -> int:
-        """Steps of linear warm-up: the configured number, or 5% of the run (at most 512) when it is null."""
+        """Return the steps of linear warm-up: `warmup_steps`; if null, 5% of the run, at most 512."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         return min(WARMUP_CAP, int(WARMUP_SHARE * max_steps))
 
     def decay(self, max_steps: int) -> int:
-        """Steps in which the rate falls: all after the warm-up, but for `wsd` the last ones only.
+        """Return the steps in which the learning rate decays: all steps after the warm-up, except with `wsd`.
 
-        `wsd` (warm-up, stable, decay) takes the configured number, or 20% of the run when it is null.
+        `wsd` (warm-up, stable, decay) decays for the last `decay_steps`, or 20% of the run if it is null.
         """
         after_warmup = max_steps - self.warmup(max_steps)
         if self.name != "wsd":
@@ -106,7 +110,7 @@ class ScheduleConfig:
 @dataclass
 class TrainerConfig:
     max_steps: int | None = key(at_least=1)
-    seq_len: int = key(at_least=2, resume="fixed")  # one token leaves none to predict
+    seq_len: int = key(at_least=2, resume="fixed")  # a single token has no target
     global_batch_tokens: int | str = key(at_least=1, resume="fixed")
     micro_batch_size: int = key(at_least=1)
     precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
@@ -141,12 +145,13 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         given = self.activation_checkpointing
-        if isinstance(given, str):  # quoted, or of an environment variable
+        # The value is quoted or comes from an environment variable.
+        if isinstance(given, str):
             self.activation_checkpointing = {"true": True, "false": False}.get(given.lower(), given)
 
     @property
     def autocasts(self) -> bool:
-        """Whether matrix products run in bf16 but for those in float8."""
+        """Return whether matrix products run in bf16, except those in float8."""
         return self.precision in ("bf16", "fp8")
 
     def check(self) -> Iterator[str]:
@@ -185,7 +190,7 @@ class LaunchConfig:
 
     @property
     def data_parallel(self) -> int:
-        """Number of processes, or groups of context parallel ones, that read different sequences."""
+        """Return the number of processes, or of context-parallel groups, that read different sequences."""
         return max(1, self.num_processes // self.context_parallel)
 
     def describe(self) -> str:
@@ -226,7 +231,7 @@ class RunConfig:
 
 @dataclass
 class TrainConfig:
-    """Root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
+    """Hold the root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
     model: Any = key(resume="fixed", rules=dict.fromkeys(MACHINE_KEYS, "free"))
     data: DataConfig = key(factory=DataConfig, resume="data")
@@ -244,24 +249,27 @@ class TrainConfig:
 
     @property
     def batch_unit(self) -> int:
-        """Tokens of one micro-batch on all ranks, of a resolved config. A context group shares its tokens."""
+        """Return the tokens of one micro-batch over all ranks, for a resolved config.
+
+        The ranks of a context-parallel group split the tokens of a micro-batch.
+        """
         return self.trainer.seq_len * self.trainer.micro_batch_size * self.launch.data_parallel
 
     @property
     def num_accumulated(self) -> int:
-        """Micro-batches per rank and step, of a resolved config."""
+        """Return the number of micro-batches per rank and step, for a resolved config."""
         return self.trainer.global_batch_tokens // self.batch_unit
 
     @property
     def initial_states(self) -> str:
-        """What training sequences start from: zero, passing, noise, or contiguous (the text before)."""
+        """Return the source of initial states: zero, passing, noise, or contiguous (the preceding text)."""
         return "contiguous" if self.task is None and self.data.contiguous else self.trainer.initial_state
 
     def check(self) -> Iterator[str]:
         yield from _model_errors(self)
         yield from _resume_errors(self)
         yield from _package_errors(self)
-        if self.run.dir == "":  # `run.dir=$RUN` without RUN: a run that could never be resumed
+        if self.run.dir == "":  # an unset variable as in `run.dir=$RUN`: such a run could not resume
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None and not self.dry_run:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
@@ -273,7 +281,7 @@ def _resume_errors(config: TrainConfig) -> Iterator[str]:
         return
     if (Path(resume) / "checkpoints").is_dir():
         yield f"trainer.resume={resume} is a run folder: give one of the folders in its checkpoints/"
-    # A run that was begun there needs it no more: it has checkpoints of its own.
+    # A run that already has checkpoints no longer needs the path that it started from.
     elif not Path(resume).is_dir() and not (run_dir and (Path(run_dir) / "checkpoints").is_dir()):
         yield f"trainer.resume={resume} is no checkpoint folder: use auto, none or an existing path"
 
@@ -286,7 +294,7 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
 
             check_mixer(settings)
         documents = config.task is None and config.data.document_boundaries
-        if documents and config.model.get("source", "fla") != "fla":  # fla's layers take the bounds
+        if documents and config.model.get("source", "fla") != "fla":  # fla's layers accept document bounds
             from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
 
             if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
@@ -299,7 +307,7 @@ def _model_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def _package_errors(config: TrainConfig) -> Iterator[str]:
-    """Packages that training would import only once the data are prepared, and that are not installed."""
+    """Yield an error for each missing package that training imports only after the data are prepared."""
     needed = dict.fromkeys(("accelerate", "deepspeed", "matplotlib"), ("training", ""))
     if (mode := config.logger.wandb.mode) != "disabled":
         needed["wandb"] = (f"logger.wandb.mode={mode}", ", or train without it: logger=none")
@@ -307,12 +315,13 @@ def _package_errors(config: TrainConfig) -> Iterator[str]:
         needed["tensorboard"] = ("logger.tensorboard=true", ", or leave that at false")
     for name, (user, otherwise) in needed.items():
         spec = find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin: a bare folder, such as W&B's ./wandb
+        # A spec without an origin is a bare folder, such as W&B's ./wandb.
+        if spec is None or spec.origin is None:
             yield f"{user} needs a package: pip install {name}{otherwise}"
 
 
 def register(root: type[TrainConfig] = TrainConfig) -> None:
-    """Put the schemas that `train.yaml` merges in Hydra's ConfigStore; `root` may add keys.
+    """Register the schemas that `train.yaml` merges in Hydra's ConfigStore. `root` may add keys.
 
     Experiments also have the key `scales`, which `fla_train.cli.scales` applies and `to_config` drops.
     """
@@ -322,27 +331,31 @@ def register(root: type[TrainConfig] = TrainConfig) -> None:
     store.store(name="train_schema", node=request)
     store.store(name="model_schema", node=model_schema())
     zoo = OmegaConf.create({"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None})
-    OmegaConf.set_struct(zoo.config, False)  # `model.config.FIELD=...` of fields that the YAML does not name
+    # Allow `model.config.FIELD=...` for fields that the YAML does not name.
+    OmegaConf.set_struct(zoo.config, False)
     store.store(name="zoo_schema", node=zoo)
 
 
 def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainConfig:
-    """A composed node, or the plain content of a `config.yaml`, as dataclasses; `model` becomes a plain dict.
+    """Convert a composed node, or the plain content of a `config.yaml`, to dataclasses.
+
+    `model` becomes a plain dict.
 
     Args:
-        overrides: the user's, with which `node` was composed.
+        overrides: the user's overrides, with which `node` was composed.
 
     Raises:
-        ValueError: a mandatory value is missing, or an override is of a field that the model does not have.
+        ValueError: a mandatory value is missing, or an override sets a field that the model does not have.
     """
     if isinstance(node, DictConfig):
         if missing := OmegaConf.missing_keys(node):
             raise ValueError(f"these keys need a value: {', '.join(sorted(missing))}")
-        node = escaped(OmegaConf.to_container(node, resolve=True))  # what is resolved is plain text now
+        # Resolved values are plain text from here on.
+        node = escaped(OmegaConf.to_container(node, resolve=True))
     node = {key: value for key, value in node.items() if key != "scales"}
     keys = [text.split("=", 1)[0].lstrip("+~") for text in overrides]
     lengths = [name for name in LENGTHS if f"trainer.{name}" in keys]
-    if len(lengths) == 1:  # it replaces the one of the recipe
+    if len(lengths) == 1:  # it replaces the length of the recipe
         node["trainer"] = {**node["trainer"], **dict.fromkeys(set(LENGTHS) - set(lengths))}
     if node.get("task") and (
         ignored := [text for text in overrides if text.lstrip("+").startswith(OF_THE_TASK)]
@@ -351,7 +364,8 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
             f"the task decides {', '.join(ignored)}: leave it out; task.batch_size, task.options and "
             "task.train give batch, vocabulary and length"
         )
-    if is_zoo(node.get("model", {})):  # a recipe for our family has set fields that other models do not have
+    # A recipe for our family has set fields that other models do not have.
+    if is_zoo(node.get("model", {})):
         if ignored := [key for key in keys if key.startswith("model.") and not key.startswith(ZOO_KEYS)]:
             raise ValueError(
                 f"a {node['model']['model_type']} model does not have {', '.join(ignored)}: write "
@@ -362,15 +376,15 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The content of `config.yaml`; `load_config` is the inverse."""
+    """Return the content of `config.yaml`; `load_config` is the inverse."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Read a run's `config.yaml`. What looks like an interpolation in it is text: the run may be another's.
+    """Read a run's `config.yaml`. Interpolations in it stay text, because the file may come from a stranger.
 
     Raises:
-        ValueError: it is unreadable, or another version wrote it with other keys.
+        ValueError: the file is unreadable, or has keys of another version.
     """
     try:
         return to_config(read_saved(path))
@@ -379,5 +393,5 @@ def load_config(path: Path) -> TrainConfig:
 
 
 def records_graph(config: TrainConfig) -> bool:
-    """Return whether a run of this resolved config records its passes as CUDA graphs."""
+    """Return whether a run with this resolved config records its passes as CUDA graphs."""
     return config.trainer.cuda_graph and config.launch.device == "cuda"
