@@ -1,7 +1,9 @@
-"""Every change to DeepSpeed's internals (0.19.8), with its reason.
+"""Change DeepSpeed's internals (version 0.19.8), with the reason for each change.
 
-- Each changes one engine, one module attribute or one accelerator object; no file of DeepSpeed is edited.
-- `tests/training/test_deepspeed_patches.py` has a test for each that fails once DeepSpeed no longer needs it.
+- Each change affects one engine, one module attribute or one accelerator object. No file of DeepSpeed is
+edited.
+- `tests/training/test_deepspeed_patches.py` has a test for each change that fails once DeepSpeed no longer
+needs it.
 """
 
 from collections.abc import Iterator
@@ -39,7 +41,7 @@ def ask_cuda_for_free_memory() -> None:
 
 
 def leave_gradients(engine) -> None:
-    """Leave gradients where autograd adds them up, until `reduce_gradients`.
+    """Leave gradients where autograd accumulates them, until `reduce_gradients`.
 
     DeepSpeed's hooks copy and reduce each parameter's gradient in Python after every micro-batch, a third of
     the host's time of a step (docs/dev/log.md). Without the hooks a rank holds whole gradients, 4 bytes per
@@ -67,7 +69,7 @@ def step_with_separate_gradients(zero) -> None:
     """Let one rank's `FlatAdamW` read the gradients of `collect_gradients` where autograd left them.
 
     DeepSpeed's step reads a flat gradient of each group. The copy into it costs 1.3 ms of a 340M model's step
-    on one H100 (docs/dev/log.md), and 4 bytes per parameter until the step's end.
+    on one H100 (docs/dev/log.md), and 4 bytes per parameter until the end of the step.
     """
 
     def step(closure: None = None) -> None:
@@ -85,17 +87,20 @@ def step_with_separate_gradients(zero) -> None:
 def reduce_in_bf16(model: nn.Module) -> None:
     """Let DeepSpeed's hooks reduce the gradients of all parameters in bf16.
 
-    Under torch's autocast they ignore `communication_data_type` and read an attribute of each parameter,
-    which the config sets for classes of modules only.
+    Under torch's autocast the hooks ignore `communication_data_type`. They read an attribute of each
+    parameter
+    instead, which DeepSpeed's config can set only for whole classes of modules.
     """
     for parameter in model.parameters():
         parameter.comm_dtype = torch.bfloat16
 
 
 def collect_gradients(zero) -> None:
-    """Collect a contiguous gradient per parameter for one rank's `FlatAdamW`; zeros if a parameter has none.
+    """Collect one contiguous gradient per parameter for one rank's `FlatAdamW`.
 
-    Gradients of a CUDA graph may have any strides, and two parameters may share one tensor.
+    A parameter without a gradient gets zeros. Gradients of a CUDA graph may have any strides, and two
+    parameters
+    may share one tensor.
     """
     assert dist.get_world_size() == 1
     taken = set()
@@ -110,7 +115,7 @@ def collect_gradients(zero) -> None:
 
 
 def reduce_gradients(zero) -> None:
-    """Add up the ranks' gradients of a step and give each rank its partition in fp32, as the hooks would.
+    """Sum the ranks' gradients of a step and give each rank its partition in fp32, as the hooks would.
 
     The sum is computed in `communication_data_type`, to which each rank rounds its accumulated gradients
     once. It is not divided by the number of ranks.
@@ -132,11 +137,11 @@ def reduce_gradients(zero) -> None:
 
 @contextmanager
 def wait_on_stream(zero) -> Iterator[None]:
-    """Inside, the compute stream waits for the reductions instead of the host.
+    """Make the compute stream, instead of the host, wait for the reductions inside the `with` block.
 
     With `overlap_comm` DeepSpeed's host waits after each backward pass until all kernels have ended, so none
     is queued when the next step begins (8% of a 340M step on four GPUs, docs/dev/log.md). Clearing gradients
-    and freeing their memory are ordered on the compute stream, so that wait is enough.
+    and freeing their memory are ordered on the compute stream, so a wait of that stream is enough.
     """
     if not zero.overlap_comm:
         yield
@@ -157,9 +162,10 @@ def wait_on_stream(zero) -> Iterator[None]:
 
 @contextmanager
 def files_through(engine, checkpoint_engine) -> Iterator[None]:
-    """Inside, `engine` saves and loads its files through `checkpoint_engine`, and writes no recovery script.
+    """Save and load the files of `engine` through `checkpoint_engine` inside the `with` block.
 
-    DeepSpeed's default loads pickles without `weights_only=True`, and no setting changes it.
+    DeepSpeed's default loads pickles without `weights_only=True`, and no setting changes it. The block also
+    keeps DeepSpeed from writing its recovery script.
     """
     usual = engine.checkpoint_engine
     engine.checkpoint_engine = checkpoint_engine

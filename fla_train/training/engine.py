@@ -1,4 +1,4 @@
-"""The DeepSpeed ZeRO-2 engine with its settings, none of them "auto", and `train_step`: one optimizer step.
+"""Build the DeepSpeed ZeRO-2 engine with every setting explicit, and take one optimizer step (`train_step`).
 
 Parameters, gradients and their accumulation are fp32, and so is their reduction unless
 `trainer.gradient_reduction` says bf16. The precision `bf16` runs the forward pass under torch's autocast:
@@ -27,7 +27,8 @@ from fla_train.training.optimizer import FlatAdamW, build_optimizer
 from fla_train.training.process_group import join
 
 logger = logging.getLogger(__name__)
-BUCKET_ELEMENTS = 50_000_000  # elements gathered, or with overlap reduced, at once: 200 MB of fp32
+# Elements that are gathered at once, or with overlap reduced at once: 200 MB of fp32.
+BUCKET_ELEMENTS = 50_000_000
 
 
 class StepFilter(Protocol):
@@ -38,17 +39,19 @@ class StepFilter(Protocol):
 
 @dataclass
 class StepResult:
-    """Result of one optimizer step, equal on all ranks."""
+    """Hold the result of one optimizer step, equal on all ranks."""
 
-    loss: float  # nats per target token, mean over the global batch; without terms that callbacks add
-    grad_norm: float  # before clipping
-    targets: int  # target tokens of the global batch
-    skipped: bool  # nothing was updated: the loss or a gradient was not finite, or the loss a spike
-    stop: bool  # a rank was asked to stop
+    # Mean over the global batch in nats per target token, without the terms that callbacks add.
+    loss: float
+    grad_norm: float  # norm before clipping
+    targets: int  # number of target tokens of the global batch
+    # Whether the update was skipped, because loss or gradient was not finite or the loss spiked.
+    skipped: bool
+    stop: bool  # whether a rank was asked to stop
 
 
 class HostTransfer:
-    """Scalars on their way from the device to the host, behind the kernels that are queued by now."""
+    """Copy scalars from the device to the host, after the kernels that are queued so far."""
 
     def __init__(self, values: Tensor):
         self._values = values.to("cpu", non_blocking=True)
@@ -64,7 +67,7 @@ class HostTransfer:
 
 
 class Outcome:
-    """A `StepResult` on its way to the host.
+    """Hold a `StepResult` that is being copied to the host.
 
     Args:
         values: loss, gradient norm, targets, skipped, ranks that were asked to stop; [5] fp64 on the device.
@@ -74,21 +77,22 @@ class Outcome:
         self._copy = HostTransfer(values)
 
     def read(self) -> StepResult:
-        """Wait for the end of this step, but not for later steps."""
+        """Wait for the end of this step, but not for later steps, and return its result."""
         loss, norm, targets, skipped, stop = self._copy.read()
         return StepResult(loss, norm, int(targets), bool(skipped), stop > 0)
 
 
 def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
-    """Return the whole DeepSpeed config; `resolve` has checked the batch, which gives the accumulation."""
+    """Return the whole DeepSpeed config. The batch, which `resolve` has checked, sets the accumulation."""
     trainer, launch = config.trainer, config.launch
     overlap = on_gpu and launch.num_processes > 1 and launch.overlap_communication  # gloo has no streams
     return {
         "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
         "gradient_accumulation_steps": config.num_accumulated,
-        "gradient_clipping": 0.0,  # `train_step` clips and skips, without waiting for the device
-        "gradient_allreduce_op": "sum",  # `train_step` divides the loss, not DeepSpeed each gradient
-        "zero_allow_untested_optimizer": True,  # torch's AdamW is outside DeepSpeed's list
+        # `train_step` clips and skips without waiting for the device.
+        "gradient_clipping": 0.0,
+        "gradient_allreduce_op": "sum",  # `train_step` divides the loss; DeepSpeed would divide each gradient
+        "zero_allow_untested_optimizer": True,  # DeepSpeed's list has no AdamW of torch
         "zero_optimization": {
             "stage": 2,
             "overlap_comm": overlap,
@@ -99,10 +103,11 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
             "compute_grad_norm": False,
-            "round_robin_gradients": False,  # restores wrong weights on another number of ranks
-            "load_from_fp32_weights": False,  # the masters come from the weights, which are fp32 too
+            # Round robin restores wrong weights on another number of ranks.
+            "round_robin_gradients": False,
+            "load_from_fp32_weights": False,  # the weights are fp32, and the masters come from them
         },
-        "bf16": {"enabled": False},  # would cast every parameter, A_log and dt_bias too
+        "bf16": {"enabled": False},  # DeepSpeed would also cast A_log and dt_bias
         "fp16": {"enabled": False},
         "torch_autocast": {
             "enabled": trainer.autocasts,
@@ -111,19 +116,20 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": trainer.gradient_reduction if launch.num_processes > 1 else "fp32",
-        "steps_per_print": 2**62,  # metrics are ours
-        # It would wait for the device before each micro-batch and after each step.
+        "steps_per_print": 2**62,  # this package logs the metrics
+        # The timer would wait for the device before each micro-batch and after each step.
         "timers": {"throughput": {"enabled": False, "synchronized": False}},
         "wall_clock_breakdown": False,
     }
 
 
 def build_engine(model: nn.Module, config: TrainConfig):
-    """Join the other ranks, unless that has been done, and wrap `model` and its optimizer in an engine.
+    """Join the other ranks, unless already joined, and wrap `model` and its optimizer in an engine.
 
-    The environment is that of a rank, as `join` reads it. Learning rate, data and checkpoints
-    stay ours: accelerate's scheduler steps once per process, and its loader state is not per rank. Ranks come
-    from torch.distributed only: on a CPU accelerate may see one process whatever their number.
+    The environment is that of a rank, as `join` reads it. This package handles learning rate, data and
+    checkpoints itself, because accelerate's scheduler steps once per process and its loader state is not per
+    rank.
+    The number of ranks comes from torch.distributed only: on a CPU accelerate may see a single process.
     """
     on_gpu = config.launch.device == "cuda"
     if on_gpu:
@@ -132,7 +138,8 @@ def build_engine(model: nn.Module, config: TrainConfig):
         deepspeed_patches.skip_cpu_operator()
     deepspeed_patches.skip_muon_compilation()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]  # `accelerate launch` sets them; the engine is as our config says
+        # `accelerate launch` sets these variables, but only our config decides about the engine.
+        del os.environ[name]
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
     settings = deepspeed_config(config, on_gpu=on_gpu)
@@ -142,7 +149,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
         gradient_accumulation_steps=settings["gradient_accumulation_steps"],
         kwargs_handlers=[
             InitProcessGroupKwargs(backend=dist.get_backend())
-        ],  # on a CPU accelerate finds none by itself
+        ],  # on a CPU accelerate does not detect any
     )
     model.to(device)
     if config.trainer.precision == "fp8":
@@ -170,15 +177,15 @@ def train_step(
     stop: bool = False,
     features: Sequence[Callback] = (),
 ) -> Outcome:
-    """Take one optimizer step on this rank's micro-batches and return its outcome without waiting for it.
+    """Take one optimizer step on this rank's micro-batches. Return its outcome without waiting for it.
 
     The gradient is that of (sum of the target tokens' losses) / (their number), both over all ranks and
-    micro-batches. Gradients are added up: DeepSpeed's divisions by ranks and micro-batches are turned off.
+    micro-batches. Gradients are summed: DeepSpeed's divisions by ranks and micro-batches are turned off.
 
     Args:
         micro_batches: input_ids and labels, each [B, T] int64 on the engine's device, or all of `Batch`.
         step_filter: scales large gradients down or skips the step; both happen in the optimizer's kernel.
-        stop: whether this rank was asked to stop, which all ranks learn together.
+        stop: whether this rank was asked to stop. All ranks learn it together.
         features: their hooks within the step are called in this order.
     """
     zero = engine.optimizer
@@ -192,7 +199,7 @@ def train_step(
     dist.all_reduce(targets)
     divisor = targets.clamp(min=1)
 
-    # Run forward and backward passes. `sums`: the loss, and the ranks that were asked to stop.
+    # Run forward and backward passes. `sums` holds the loss and the number of ranks that were asked to stop.
     sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
     if hasattr(engine.module, "float8"):
         engine.module.float8.cast()
@@ -202,7 +209,7 @@ def train_step(
         for feature in features:
             feature.after_backward(number)
 
-    # Add up gradients and losses over ranks; each rank then holds the gradient of its partition.
+    # Sum gradients and losses over ranks. Each rank then holds the gradient of its partition.
     if isinstance(zero.optimizer, FlatAdamW):
         deepspeed_patches.collect_gradients(zero)
     elif not zero.overlap_comm:
@@ -218,7 +225,7 @@ def train_step(
 
 
 def _run_pass(engine, number: int, batch: Batch, divisor: Tensor, features: Sequence[Callback]) -> Tensor:
-    """Run a micro-batch's forward and backward pass; return its loss, detached, without added terms."""
+    """Run a micro-batch's forward and backward pass. Return its loss, detached and without added terms."""
     inputs = _inputs(batch, divisor)
     for feature in features:
         inputs |= feature.model_inputs(number, batch)
@@ -229,7 +236,7 @@ def _run_pass(engine, number: int, batch: Batch, divisor: Tensor, features: Sequ
     total = loss = outputs.loss
     for feature in features:
         total = feature.after_loss(total, outputs, batch, divisor)
-    del outputs  # may hold logits, whose memory the backward pass can use
+    del outputs  # they may hold logits, whose memory the backward pass can use
     with deepspeed_patches.wait_on_stream(engine.optimizer):
         engine.backward(total, scale_wrt_gas=False)
     return loss.detach()
@@ -240,12 +247,12 @@ def precompile_step(
 ) -> None:
     """Compile the Triton kernels of a micro-batch's forward and backward pass, several at once.
 
-    Weights, gradients and random state stay as they are. A failure is only logged: it recurs in the step.
+    Weights, gradients and random state do not change. A failure is only logged, because the step repeats it.
 
     Args:
-        batch: as one of `train_step`.
-        threads: as of `precompile`.
-        features: give the model further inputs.
+        batch: a micro-batch of `train_step`.
+        threads: number of threads of `precompile`.
+        features: features that add inputs of the model.
     """
     engine.train()
     leaves = {name: p.detach().requires_grad_() for name, p in engine.module.named_parameters()}
@@ -267,7 +274,7 @@ def precompile_step(
 def gradients_of(
     module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], *, bf16: bool
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the loss of `module` with `leaves` as parameters, and its gradient to each or None."""
+    """Return the loss of `module` with `leaves` as parameters, and its gradient or None for each of them."""
     device = next(iter(leaves.values())).device.type
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         arguments = dict(inputs, use_cache=False)
@@ -284,8 +291,9 @@ def _inputs(batch: Batch, divisor: Tensor) -> dict[str, Any]:
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
     """Return the norm of all ranks' gradients, fp64 on the device, from this rank's partitions.
 
-    DeepSpeed's own computation copies a constant to the device, for which the host waits. A CPU sums the
-    squares sequentially: in fp32 that is 0.2% off for an embedding of 33M weights. A GPU adds them in a tree.
+    DeepSpeed's computation copies a constant to the device, for which the host waits. A CPU sums squares
+    sequentially, which in fp32 is 0.2% off for an embedding of 33M weights, so it uses fp64. A GPU sums in a
+    tree.
     """
     pieces = [piece for group in gradients.values() for piece in group]
     if pieces and not pieces[0].is_cuda:

@@ -1,6 +1,6 @@
-"""Failures of a rank, described in one line, with whether a restart may help.
+"""Describe failures of a rank in one sentence, and tell whether a restart may help.
 
-Imports neither torch nor what needs it, so that a failure to import them can be described too.
+This module does not import torch, not even indirectly, so that it can describe a failure to import torch.
 """
 
 import re
@@ -12,7 +12,7 @@ from fla_train.utils.errors import Interrupted
 if TYPE_CHECKING:
     from fla_train.training.config import TrainConfig
 
-# What torch, cuBLAS, NCCL and the system call it; the classes that they raise it with vary.
+# Messages about exhausted memory of torch, cuBLAS, NCCL and the system, which use various classes.
 OUT_OF_GPU_MEMORY = "out of GPU memory"
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
@@ -22,23 +22,23 @@ ALLOCATION = re.compile(r"\ballocate ([\d.]+) (\w+)")
 
 
 class TrainingStopped(RuntimeError):
-    """Training can't continue, nor could it when started again; the message is one line for the user."""
+    """Report to the user that training cannot continue, and would fail again after a restart."""
 
 
 def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:
     """Describe an exception that ended a rank.
 
     Args:
-        config: of the run, with its device resolved; None: it could not be read.
+        config: config of the run, with its device resolved; None: it could not be read.
 
     Returns:
-        One line, and whether the failure is final: started again, the ranks would end the same way.
+        One line, and whether the failure is final: a restart would fail in this way again.
     """
     if (memory := _out_of_memory(failure)) is not None:
         return _of_memory(memory, config), True
     line = " ".join(str(failure).split())
     final = isinstance(failure, ValueError | TrainingStopped) and not isinstance(failure, Interrupted)
-    ours = final or type(failure).__module__.startswith("fla_train.")  # our lines need no class
+    ours = final or type(failure).__module__.startswith("fla_train.")  # our messages need no class
     name = type(failure).__name__
     return (line or name) if ours else f"{name}: {line}".removesuffix(": "), final
 
@@ -54,7 +54,7 @@ def describe_exit(code: int) -> str:
 
 
 def _out_of_memory(failure: BaseException) -> str | None:
-    """Class and message of the exception by which memory ran out, if it led to `failure`; else None."""
+    """Return class and message of the out-of-memory exception that led to `failure`, or None."""
     cause: BaseException | None = failure
     while cause is not None:
         text = " ".join(f"{type(cause).__name__}: {cause}".split())
@@ -85,13 +85,16 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
 
 
 def _savings(config: "TrainConfig") -> list[str]:
-    """What lowers the peak of memory, the least costly first; only a shorter sequence changes the batch."""
+    """List the settings that lower peak memory, the least costly first.
+
+    Only a shorter sequence changes the batch.
+    """
     trainer, size = config.trainer, config.trainer.micro_batch_size
-    # Half the micro-batch needs accumulation, which a graph excludes.
+    # A smaller micro-batch needs accumulation, which a CUDA graph excludes.
     graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
     found = ["trainer.cuda_graph=false (now true)"] if trainer.cuda_graph else []
     if size > 1:
-        half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # divides the batch too
+        half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # it also divides the batch
         found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
     now = trainer.activation_checkpointing
     if not now and config.launch.context_parallel == 1:

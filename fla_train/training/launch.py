@@ -1,4 +1,4 @@
-"""From a request to a finished run: resolve it, print the plan, start the workers."""
+"""Launch a run: resolve the request, print the plan, start the workers."""
 
 import os
 import re
@@ -30,10 +30,10 @@ from fla_train.utils.timeline import BEGAN, Timeline
 
 
 class TrainingFailed(RuntimeError):
-    """Training started and did not finish; the message is one line.
+    """Report that training started and did not finish, in one message for the user.
 
     Attributes:
-        final: the same command would fail again.
+        final: whether the same command would fail again.
     """
 
     def __init__(self, line: str, final: bool = False):
@@ -50,13 +50,14 @@ def launch(request: TrainConfig) -> RunFolder | None:
         The run's folder; None after a `dry_run`.
 
     Raises:
-        ValueError: the request, the data or the run folder does not allow it; nothing was started.
+        ValueError: the request, the data or the run folder has an error; nothing was started.
         TrainingFailed: workers failed and no restart is left, or machines did not join.
-        Preempted: SIGUSR1, SIGTERM, SIGHUP or Ctrl-C came while workers ran; a checkpoint has been saved.
-        KeyboardInterrupt: Ctrl-C came before, or a second time; the workers have been killed.
+        Preempted: SIGUSR1, SIGTERM, SIGHUP or Ctrl-C arrived while workers ran; a checkpoint has been saved.
+        KeyboardInterrupt: Ctrl-C arrived earlier, or a second time; the workers have been killed.
         SystemExit: this process was a rank, and has ended.
     """
-    began = float(os.environ.pop(BEGAN, time.time()))  # only a sweep's first job finds it in the environment
+    # Only the first job of a sweep has this variable in its environment.
+    began = float(os.environ.pop(BEGAN, time.time()))
     plan = resolve(request, data="find" if request.dry_run else "prepare")
     for line in plan_lines(plan):
         log(line)
@@ -96,21 +97,22 @@ def launch(request: TrainConfig) -> RunFolder | None:
 
 
 def _make_folder(plan: RunPlan) -> RunFolder:
-    """Make the run's folder, if it is missing, and name it in the plan.
+    """Create the run's folder if it is missing, and set `run.dir` in the plan.
 
     Raises:
-        ValueError: it can't be made, or another trainer writes it.
+        ValueError: it can't be created, or another trainer writes it.
     """
     folder = RunFolder(Path(plan.config.run.dir) if plan.config.run.dir else new_run_dir(_label(plan.config)))
     folder.create()
     if not is_rank():
-        RunLock(folder).close()  # rank 0 will hold it: without it there is no need to start
+        # Rank 0 will hold this lock. If it is not available, starting the workers is pointless.
+        RunLock(folder).close()
     plan.config.run.dir = plan.request.run.dir = str(folder.root)
     return folder
 
 
 def _is_left_to_train(plan: RunPlan, folder: RunFolder) -> bool:
-    """Refuse a checkpoint that does not fit; return False, with a line, if the run is complete."""
+    """Return whether the run has steps left, after checking its newest checkpoint. Log if it is complete."""
     config = plan.config
     if config.trainer.resume != "auto":
         folder.store.choose(config.trainer.resume, log)
@@ -142,7 +144,7 @@ def _is_left_to_train(plan: RunPlan, folder: RunFolder) -> bool:
 
 
 def _label(config: TrainConfig) -> str:
-    """A run's name from its model: architecture, width and depth."""
+    """Return a name for a run from its model: architecture, width and depth."""
     model = config.model
     sizes = build_model_config(model) if is_zoo(model) else SimpleNamespace(**model)
     name = re.sub("[_+]", "-", architecture(model))

@@ -1,14 +1,16 @@
 """Load a checkpoint into an engine: read its files without running code, and reshard the optimizer state.
 
-A pickle can call any function while it is read, and a checkpoint may come from someone else; its checksums
-say only that it is as its writer left it. So files may hold tensors, plain values and the types in ALLOWED.
+A pickle can call any function while it is read, and a checkpoint may come from someone else. Its checksums
+only
+prove that nobody changed it after it was written. Files may therefore hold only tensors, plain values and the
+types in ALLOWED.
 
 Resharding: ZeRO-2 flattens each parameter group and gives every rank an equal partition of it. A checkpoint
 holds, for each rank, the partitions of Adam's moments (of Muon's momentum) and a map from parameter to
-fragment (start and numel in the partition). A parameter's fragments in rank order are the whole parameter, so
-partitions for any number of ranks follow from them, whatever the order of the parameters and the padding. The
+fragment (start and numel in the partition). A parameter's fragments in rank order form the whole parameter.
+Partitions for any number of ranks follow from them, whatever the order of the parameters and the padding. The
 checkpoint holds the weights whole, in the fp32 they are trained in. Nothing is written: each rank maps the
-files and copies its part.
+files and copies its fragments.
 """
 
 import pickle
@@ -41,24 +43,26 @@ from fla_train.training.deepspeed_patches import files_through
 from fla_train.utils.random_states import set_random_states
 
 ALLOWED = [
-    *(LossScaler, ZeroStageEnum, fragment_address),  # in the optimizer's files of DeepSpeed
-    # numpy's random state, in the rng files written before it was saved as a tensor
+    *(LossScaler, ZeroStageEnum, fragment_address),  # in DeepSpeed's optimizer files
+    # Numpy's random state, which older rng files hold as an array instead of a tensor.
     *(np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
 ]
-# DeepSpeed's names in a rank's ZeRO-2 state
+# DeepSpeed's names in a rank's ZeRO-2 state.
 ADAM = "base_optimizer_state"
 FRAGMENTS = "param_slice_mappings"
 
 
 def load_checkpoint(engine, folder: Path) -> TrainState:
-    """Bring `engine` and this rank's random states to where `folder` was written. Every rank calls it.
+    """Restore `engine` and this rank's random states from the checkpoint `folder`. Every rank calls it.
 
-    By as many ranks as wrote it, exactly. By another number the weights and moments are the same, the sums
-    over ranks round otherwise, and a rank beyond the saved ones shares the random states of one of them.
-    Weight decay, betas and the like stay those of `engine`: a config may change them.
+    The restored state is exact if the number of ranks has not changed. If the number differs, weights and
+    moments
+    are equal, sums over ranks round differently, and a rank beyond the saved ones uses the random states of a
+    saved one. Weight decay, betas and similar settings stay those of `engine`, because a config may change
+    them.
 
     Raises:
-        ValueError: it is of another model, or a file holds more than tensors and plain values.
+        ValueError: it belongs to another model, or a file holds more than tensors and plain values.
     """
     saved = world_size(folder)
     same = saved == dist.get_world_size()
@@ -74,7 +78,7 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     assert path is not None, f"DeepSpeed found nothing in {folder}"
     if not same:
         load_resharded_optimizer(engine, folder, saved)
-    # A custom optimizer may keep state in its groups: only the configured settings are those of `engine`.
+    # A custom optimizer may keep state in its groups, so only the configured settings come from `engine`.
     kept = getattr(engine.optimizer.optimizer, "configured", None)
     for group, settings_now in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update({k: v for k, v in settings_now.items() if kept is None or k in kept})
@@ -83,7 +87,7 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
 
 
 def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str], None]) -> None:
-    """Restore the state of each feature from all ranks' files; log those that only one side has.
+    """Restore the state of each feature from all ranks' files. Log the features that only one side has.
 
     Raises:
         ValueError: a file holds more than tensors and plain values.
@@ -100,45 +104,46 @@ def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str
 
 
 def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote to `path`.
+    """Load a file that `torch.save` wrote.
 
     Args:
-        mmap: map the file: what is never looked at is never read.
+        mmap: map the file, so that only the tensors that are used are read.
 
     Raises:
-        ValueError: it asks for another type or function; none was called.
+        ValueError: it refers to another type or function; none was called.
     """
     try:
         with torch.serialization.safe_globals(ALLOWED):
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
-        cause = " ".join(str(error.__context__ or error).split())  # torch puts advice around it
+        # Torch wraps the cause in advice.
+        cause = " ".join(str(error.__context__ or error).split())
         raise ValueError(
             f"{path} holds more than tensors and plain values and was not read: it could run code ({cause})"
         ) from error
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """How DeepSpeed reads the files of a checkpoint."""
+    """Let DeepSpeed read the files of a checkpoint through `load_file`."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return load_file(path, map_location)
 
 
 class Fragment(Protocol):
-    """Where a rank's part of a parameter lies in that rank's partition, in elements."""
+    """Locate a rank's fragment of a parameter in that rank's partition, in elements."""
 
     start: int
     numel: int
 
 
-Layout = Mapping[str, Fragment]  # one rank's fragments of one parameter group, by parameter
+Layout = Mapping[str, Fragment]  # fragments of one rank and parameter group, by parameter
 
 
 def load_resharded_optimizer(engine, folder: Path, saved_world: int) -> None:
-    """Give `engine`, whose weights are loaded, the optimizer state that `saved_world` ranks left in `folder`.
+    """Load the optimizer state of `saved_world` ranks from `folder` into `engine`. Every rank calls it.
 
-    Every rank calls it.
+    The weights of `engine` are already loaded.
     """
     files = [folder / OPTIMIZER_FILE.format(rank=rank) for rank in range(saved_world)]
     shards = [load_file(file, mmap=True)[SHARD] for file in files]
@@ -146,27 +151,27 @@ def load_resharded_optimizer(engine, folder: Path, saved_world: int) -> None:
     dist.all_gather_object(layouts, engine.optimizer.state_dict()[FRAGMENTS])
     state = {}
     for group, parameters in enumerate(engine.optimizer.param_groups):
-        size = parameters["params"][0].numel()  # of this rank's partition, padding included
+        size = parameters["params"][0].numel()  # size of this rank's partition, including padding
         before = [shard[FRAGMENTS][group] for shard in shards]
         after = [layout[group] for layout in layouts]
         saved = [shard[ADAM]["state"].get(group, {}) for shard in shards]
         elements = max(fragment.start + fragment.numel for fragment in before[0].values())
         state[group] = {
-            # Step counts are equal on all ranks. They are copied, since mapped files may go away.
+            # Step counts are equal on all ranks. They are copied, since mapped files may be deleted.
             key: reshard([part[key] for part in saved], before, after, dist.get_rank(), size)
             if isinstance(value, Tensor) and value.numel() >= elements
             else deepcopy(value)
             for key, value in saved[0].items()
         }
     own = shards[0] | {ADAM: {"state": state, "param_groups": shards[0][ADAM]["param_groups"]}}
-    # One entry per rank is expected, and only this rank's is read. The masters come from the weights.
+    # DeepSpeed expects an entry per rank but reads only this rank's. The masters come from the weights.
     engine.optimizer.load_state_dict([own] * len(layouts), load_from_fp32_weights=False)
 
 
 def reshard(
     partitions: Sequence[Tensor], before: Sequence[Layout], after: Sequence[Layout], rank: int, size: int
 ) -> Tensor:
-    """`rank`'s partition [size] in the layouts `after`, from all partitions in the layouts `before`."""
+    """Return `rank`'s partition [size] in layouts `after`, from all partitions in layouts `before`."""
     result = partitions[0].new_zeros(size)
     for name, target in after[rank].items():
         fragments = [

@@ -1,7 +1,7 @@
-"""Output of a run: the terminal, train.log, metrics.jsonl, and W&B and TensorBoard as views of it.
+"""Write the output of a run: terminal, train.log, metrics.jsonl, and W&B and TensorBoard as views of it.
 
-metrics.jsonl is the source of truth. Imports no torch: a worker handles requests to stop before it imports
-that.
+metrics.jsonl is the source of truth. This module does not import torch, because a worker handles requests to
+stop before it imports torch.
 """
 
 import json
@@ -28,24 +28,24 @@ if TYPE_CHECKING:  # they import torch
     from fla_train.training.config import LoggerConfig, TrainConfig
     from fla_train.training.run_folder import RunFolder
 
-PLAIN_INTERVAL = 5.0  # seconds between progress lines without a terminal
+PLAIN_INTERVAL = 5.0  # seconds between progress lines if there is no terminal
 
 
 def log(text: str) -> None:
-    """Print a line for whoever gave the command, if their terminal is still there. Ranks but 0 print none."""
+    """Print a line to the terminal of the command, if it still exists. Only rank 0 prints."""
     if is_first():
         _print(text, sys.stdout)
 
 
 def _print(text: str, *streams: TextIO) -> None:
-    """Print a line, flushed; a terminal that has gone or a full disk costs lines, not the run."""
+    """Print a line and flush it. A closed terminal or a full disk loses lines but does not end the run."""
     for stream in streams:
         with suppress(OSError):
             print(text, file=stream, flush=True)
 
 
 def redirect_output(file: Path) -> TextIO:
-    """Append this process's stdout and stderr, native libraries included, to `file`; return the old stdout.
+    """Append this process's stdout and stderr, including native libraries, to `file`. Return the old stdout.
 
     Raises:
         OSError: `file` can't be written.
@@ -63,12 +63,12 @@ def redirect_output(file: Path) -> TextIO:
 
 
 def log_both(console: TextIO, text: str) -> None:
-    """Print a line on the terminal and, through the redirected stdout, in train.log."""
+    """Print a line to the terminal and, through the redirected stdout, to train.log."""
     _print(text, console, sys.stdout)
 
 
 class Console:
-    """Progress of rank 0: a bar on a terminal, plain lines elsewhere and in train.log."""
+    """Show progress on rank 0: a bar on a terminal, otherwise plain lines, and plain lines in train.log."""
 
     def __init__(self, stream: TextIO, *, total: int, done: int):
         self._stream, self._total = stream, total
@@ -79,7 +79,7 @@ class Console:
             self._bar = tqdm(total=total, initial=done, file=stream, unit="step", dynamic_ncols=True)
 
     def line(self, text: str) -> None:
-        """A separate line, above the bar."""
+        """Print a separate line above the bar."""
         _print(text, sys.stdout)
         if self._bar is None:
             _print(text, self._stream)
@@ -119,11 +119,11 @@ class Console:
 
 
 class Sink(Protocol):
-    """Takes the records of a run in order of steps.
+    """Receive the records of a run in order of steps.
 
     Attributes:
-        name: for messages.
-        errors: what `write` and `close` may raise without ending the run: a full disk, a service gone.
+        name: name for messages.
+        errors: exceptions of `write` and `close` that do not end the run, such as a full disk.
     """
 
     name: str
@@ -135,9 +135,9 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl, one JSON object a line, at once.
+    """Append records to metrics.jsonl at once, one JSON object per line.
 
-    What a full disk refuses is kept, and written before the next record or at `close`.
+    Bytes that could not be written to a full disk are kept, and written before the next record or at `close`.
     """
 
     name, errors = "metrics.jsonl", OSError
@@ -156,19 +156,19 @@ class MetricsFile:
             self._flush()
 
     def _flush(self) -> None:
-        while self._unwritten:  # a disk that fills up takes a part of it
+        while self._unwritten:  # a disk that fills up accepts only some bytes
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 class SinkRefused(ValueError):
-    """A view can't be had: its package or login is missing."""
+    """Report that a view is not available: its package or login is missing."""
 
 
 class Wandb:
-    """A W&B run; offline by default. `id` continues an earlier one.
+    """Write to a W&B run, offline by default. `id` continues an earlier run.
 
     Raises:
-        SinkRefused: the package or the login is missing, or W&B refuses a setting.
+        SinkRefused: the package or the login is missing, or W&B rejects a setting.
     """
 
     name, errors = "W&B", Exception
@@ -208,7 +208,7 @@ class Wandb:
 
 
 class Tensorboard:
-    """Event files in `folder`. Raises `SinkRefused`: the package is missing."""
+    """Write event files to `folder`. Raise `SinkRefused` if the package is missing."""
 
     name, errors = "tensorboard", Exception
 
@@ -233,10 +233,11 @@ class Tensorboard:
 def open_sinks(
     config: "TrainConfig", folder: "RunFolder", state: "TrainState", log: Callable[[str], None]
 ) -> list[Sink]:
-    """metrics.jsonl and the views that the config names, continued after `state.step`.
+    """Open metrics.jsonl and the views that the config names, and continue them after `state.step`.
 
-    A W&B run keeps its id in `state`, and so over resumes. A view that can't be opened is left out until the
-    next start, with a line.
+    A resumed run keeps its W&B id, which is stored in `state`. A view that can't be opened is logged and left
+    out
+    until the next start.
 
     Raises:
         SinkRefused: a new run names a view whose package or login is missing.
@@ -260,11 +261,11 @@ def open_sinks(
 
 
 class RunLogger:
-    """Writes the records and lines of a run. Rank 0 does; the others call the same methods and stay silent.
+    """Write the records and lines of a run on rank 0. Other ranks call these methods without effect.
 
     Args:
         state: records after its step are dropped, and written again.
-        stream: the terminal, or what stands in for it.
+        stream: the terminal, or a substitute for it.
     """
 
     def __init__(
@@ -277,14 +278,14 @@ class RunLogger:
         self._refused: set[Sink] = set()  # sinks that could not write their last record
 
     def log(self, text: str) -> None:
-        """A line for a reader."""
+        """Write one line of text for the user."""
         if self._console is not None:
             self._console.line(text)
 
     def record(self, record: Record) -> None:
-        """Write a record, with null where a value is NaN or infinite, which JSON can't hold.
+        """Write a record. NaN and infinite values become null, because JSON does not support them.
 
-        The first of several errors of a sink is logged; none ends the run.
+        Only the first of consecutive errors of a sink is logged. None ends the run.
         """
         record = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -300,7 +301,7 @@ class RunLogger:
                 self._refused.add(sink)
 
     def step(self, record: Record, *, skipped: bool) -> None:
-        """The record of an optimizer step that has ended."""
+        """Write the record of a completed optimizer step."""
         self.record(record)
         if skipped:
             step, loss, norm = record["step"], record["loss"], record["grad_norm"]
@@ -309,7 +310,7 @@ class RunLogger:
             self._console.progress(record)
 
     def close(self) -> None:
-        """After the last record; lines can still follow. What a sink has lost is logged."""
+        """Close the sinks after the last record, and log which of them lost records. Lines may follow."""
         for sink in self._sinks:
             try:
                 sink.close()

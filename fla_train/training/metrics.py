@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def last_value(path: Path, key: str) -> float | None:
-    """The last finite value of a key of metrics.jsonl; None where there is none."""
+    """Return the last finite value of a key of metrics.jsonl, or None."""
     values = [record[key] for record in read_metrics(path) if record.get(key) is not None]
     return values[-1] if values else None
 
 
 def checkpoint_seconds(path: Path) -> tuple[float, float]:
-    """Seconds in which training stood still for checkpoints, and those in which it trained."""
+    """Return the seconds for which training paused for checkpoints, and the seconds of training."""
     stalled = trained = 0.0
-    before = 0  # tokens
+    before = 0  # tokens at the previous record
     for record in read_metrics(path):
         stalled += record.get("checkpoint_stall_s") or 0.0
         rate, tokens = record.get("tokens_per_second"), record.get("tokens")
@@ -32,18 +32,19 @@ def checkpoint_seconds(path: Path) -> tuple[float, float]:
 
 
 def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = "loss") -> "Figure":
-    """Draw a metric of run folders against training tokens, so that runs with other batches compare.
+    """Draw a metric of several runs against training tokens, so that runs with different batches compare.
 
-    With the training loss (line) come validation loss (points) and the data's unigram entropy (dashes). A
+    The training loss (line) comes with the validation loss (points) and the data's unigram entropy (dashes).
+    A
     dotted line marks each resume.
 
     Args:
         runs: run folders.
-        labels: what the legend calls them; default: their names.
+        labels: labels in the legend; default: the runs' names.
         metric: a key of metrics.jsonl.
 
     Raises:
-        ValueError: no folder holds such a metric.
+        ValueError: no folder holds this metric.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
@@ -57,7 +58,8 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
         tokens, values = curve(records, metric)
         if not values:
             continue
-        # Pale, or the noise of single steps hides the validation points. A line of one point is invisible.
+        # Draw the training loss pale, or its noise hides the validation points. Mark the points of short
+        # lines, because a line of one point is invisible.
         alpha, marker = 0.5 if metric == "loss" else 1, "." if len(values) <= 32 else None
         axes.plot(tokens, values, color=color, lw=0.8, alpha=alpha, marker=marker, label=name)
         for i, resumed in enumerate(resumed_at(run)):
@@ -81,7 +83,7 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
 
 
 def curve(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Training tokens, and the metric's values there."""
+    """Return the training tokens and the metric's values at them."""
     chosen = [r for r in records if r.get("tokens") is not None and r.get(metric) is not None]
     return [record["tokens"] for record in chosen], [record[metric] for record in chosen]
 
@@ -95,5 +97,5 @@ def plot_losses(runs: Sequence[Path], out: Path) -> Path:
 
 
 def resumed_at(run: Path) -> list[int]:
-    """The training tokens at which a run was resumed from a checkpoint, ascending."""
+    """Return the training tokens at which a run resumed from a checkpoint, in ascending order."""
     return sorted({start.get("tokens") or 0 for start in RunFolder(run).start_records()} - {0})

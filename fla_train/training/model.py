@@ -1,4 +1,4 @@
-"""Build the model of a run, with fresh weights or those of `init_from`, and its model card."""
+"""Build the model of a run, with fresh weights or those of `init_from`, and write its model card."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.overrides import flat
 from fla_train.utils.records import read_metrics
 
-# A run may differ from `init_from` in these fields: they change no weight, and results only by rounding.
+# Fields in which a run may differ from `init_from`. They change no weight, and results only by rounding.
 FREE_FIELDS = (
     *MACHINE_KEYS,
     *INITIALIZATION_KEYS,
@@ -44,7 +44,7 @@ BATCH_KEYS = {  # keys of `trainer` that `init_from` sets
     "target_batch_tokens": (int,),
     "activation_checkpointing": (bool, str),
 }
-PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # they do not change the weights
+PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # sections that do not change the weights
 
 
 def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False) -> PreTrainedModel:
@@ -76,7 +76,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
 
 
 def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Load the weights of `init_from`, if the config names one.
+    """Load the weights of `init_from`, if the config names a source.
 
     Raises:
         ValueError: they are missing or damaged.
@@ -96,15 +96,16 @@ def architecture(source: str) -> dict[str, Any]:
     """Return the `model` section for a run that starts from `source`.
 
     Raises:
-        ValueError: `source` names no model of this package.
+        ValueError: `source` does not name a model of this package.
     """
     return model_node(_read_model_config(source))
 
 
 def tokenizer_source(source: str) -> str | None:
-    """Return `data.tokenizer.name` for a run that starts from `source`; None: it has no tokenizer."""
+    """Return `data.tokenizer.name` for a run that starts from `source`, or None without a tokenizer."""
     model = resolve_checkpoint(source)
-    if isinstance(model, Path) and not any(model.glob("tokenizer*")):  # of a synthetic task
+    # A model of a synthetic task has no tokenizer.
+    if isinstance(model, Path) and not any(model.glob("tokenizer*")):
         return None
     return str(model)
 
@@ -114,7 +115,7 @@ def batch_sizes(source: str) -> dict[str, Any]:
     try:
         record = recorded_config(read_training_record(resolve_checkpoint(source)))
         trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
-    except (KeyError, TypeError):  # another program's export
+    except (KeyError, TypeError):  # an export of another program
         return {}
     return {key: trainer[key] for key, kinds in BATCH_KEYS.items() if type(trainer.get(key)) in kinds}
 
@@ -123,7 +124,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     """Compare architecture and tokenizer of `init_from` with those of the run.
 
     Raises:
-        ValueError: naming what differs, and how to take it from `init_from`.
+        ValueError: names the differences, and how to copy the values of `init_from`.
     """
     source = config.init_from
     initial = _read_model_config(source, translate=not is_zoo(config.model))
@@ -161,7 +162,7 @@ def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrai
 
 
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
-    """Return the card of an export. It names nothing of this machine, because exports are published."""
+    """Return the card of an export. It contains nothing about this machine, because exports are published."""
     losses = {
         "train": last_value(folder.metrics, "loss"),
         "validation": last_value(folder.metrics, "validation_loss"),
@@ -172,7 +173,7 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
         name=folder.name,
         data=" ".join(filter(None, (source.get("path"), source.get("name")))) or source["kind"],
         datasets=[part.path for part in parts if part.source == "hub" and is_hub_name(part.path)],
-        tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have none
+        tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have no tokenizer
         init_from=config.init_from and public_name(config.init_from),
         step=state.step,
         tokens=state.tokens,
@@ -202,7 +203,7 @@ def _recipe(config: TrainConfig) -> str:
 
 
 def public_config(config: TrainConfig) -> str:
-    """Return `config` as YAML for a public card: local paths are cut to their last component.
+    """Return `config` as YAML for a public card, with local paths cut to their last component.
 
     PRIVATE_SECTIONS (addresses, projects, folders), `data.cache_dir`, `trainer.suite_options` and the options
     of callbacks are left out.
@@ -216,6 +217,7 @@ def public_config(config: TrainConfig) -> str:
         entry["class"] if isinstance(entry, dict) else entry for entry in content["trainer"]["callbacks"]
     ]
     for source in (content["data"], *content["data"]["mixture"].values()):
-        if source["source"] == "local" and source["path"]:  # perhaps a glob, or gone by now
+        # The path may be a glob, or no longer exist.
+        if source["source"] == "local" and source["path"]:
             source["path"] = own_name(source["path"])
     return OmegaConf.to_yaml(OmegaConf.create(map_text(public_name, content)))

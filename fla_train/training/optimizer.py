@@ -1,10 +1,10 @@
-"""The learning rate of each step, the optimizers (AdamW, Muon, custom ones), and weight decay.
+"""Define learning-rate schedules, optimizers (AdamW, Muon, custom ones), and weight decay.
 
 Muon under ZeRO-2: ZeRO flattens each parameter group and gives every rank an equal partition, cut without
 regard to matrices. Muon (Jordan et al., 2024; scaled as in arXiv 2502.16982) needs whole matrices, because
 its update is the orthogonal matrix nearest to the momentum. So each rank keeps the momentum of its partition
 only, the ranks exchange their partitions of the direction, and each rank orthogonalizes the matrices that
-its partition touches, by `torch.optim.Muon`. The result does not depend on the number of ranks.
+its partition overlaps, with `torch.optim.Muon`. The result does not depend on the number of ranks.
 """
 
 import math
@@ -21,18 +21,19 @@ from fla_train.training.config import OptimizerConfig, ScheduleConfig, TrainConf
 from fla_train.utils.errors import described
 from fla_train.utils.import_class import import_class, import_object
 
-# Height between the minimum (0) and the peak (1), while `progress` runs over (0, 1] and the rate falls.
+# Decay curves: learning rate between minimum (0) and peak (1), for `progress` in (0, 1].
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
     "wsd": lambda progress: 1 - math.sqrt(progress),
 }
-MATRICES = "matrices"  # key of the groups that Muon takes: the shapes of their matrices in order
+# Key of the groups that Muon updates. Its value lists the shapes of their matrices in order.
+MATRICES = "matrices"
 
 
 def make_schedule(config: TrainConfig) -> Callable[[int], float]:
-    """Return the learning rate as a function of the optimizer step, from 1.
+    """Return the learning rate as a function of the optimizer step, counted from 1.
 
     A custom schedule, `schedule.name=package.module:NAME`, is a function of `step`, `peak`, `max_steps` and
     the `schedule.options`, or a class that is constructed with the options and called with the rest. It must
@@ -60,7 +61,7 @@ def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleC
         else                   peak (min_ratio + (1 - min_ratio) shape(d))
 
     shape(d) is (1 + cos(pi d)) / 2 for cosine, 1 - d for linear and 1 - sqrt(d) for wsd (Haegele et al.,
-    arXiv 2405.18392); `constant` stays at the peak. The last step uses `peak * min_ratio`, later ones too.
+    arXiv 2405.18392); `constant` stays at the peak. The last step and all later steps use `peak * min_ratio`.
     """
     assert step >= 1
     warmup, decay = schedule.warmup(max_steps), schedule.decay(max_steps)
@@ -76,10 +77,10 @@ def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleC
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, *, separate_gradients: bool = False
 ) -> torch.optim.Optimizer:
-    """Make the optimizer: fused AdamW; Muon for the blocks' matrices and AdamW for the rest; or a custom one.
+    """Create the optimizer: AdamW, Muon (for the blocks' matrices, AdamW for the rest), or a custom one.
 
     Args:
-        separate_gradients: use `FlatAdamW`, which reads one gradient per parameter, for AdamW alone.
+        separate_gradients: replace AdamW with `FlatAdamW`, which reads one gradient per parameter.
 
     Raises:
         ValueError: a custom optimizer can't be imported, or can't train under ZeRO-2.
@@ -103,10 +104,10 @@ def build_optimizer(
 
 
 def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
-    """Make the optimizer `config.name`, whose step divides by `grad_scale` and is skipped by `found_inf`.
+    """Create the optimizer `config.name`, whose step divides by `grad_scale` and is skipped by `found_inf`.
 
     An optimizer that declares `_step_supports_amp_scaling`, as PyTorch's fused ones do, reads the two
-    tensors itself. Of any other the host waits for `found_inf` before each step.
+    tensors itself. For any other optimizer the host waits for `found_inf` before each step.
 
     Raises:
         ValueError: it can't be imported, or is not a function of single elements.
@@ -114,7 +115,7 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
     made = import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
     check_elementwise(made, config)
     optimizer = made(groups, lr=config.lr, **(config.options or {}))
-    # A resumed run may change these; anything else in the groups is state of the optimizer.
+    # A resumed run may change these settings. All other entries of the groups are state of the optimizer.
     optimizer.configured = {"lr", "weight_decay", *(config.options or {})}
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return optimizer
@@ -134,10 +135,10 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
 
 
 def check_elementwise(made: type[torch.optim.Optimizer], config: OptimizerConfig) -> None:
-    """Check that an optimizer gives the same weights from ZeRO-2's flat partitions as from whole tensors.
+    """Check that an optimizer gives equal weights from ZeRO-2's flat partitions and from whole tensors.
 
-    ZeRO-2 flattens each parameter group and cuts it without regard to matrices. The check takes three steps
-    of both on a small matrix.
+    ZeRO-2 flattens each parameter group and cuts it without regard to matrices. The check runs three steps
+    of both variants on a small matrix.
 
     Raises:
         ValueError: the weights differ, or the constructor fails or creates state.
@@ -167,7 +168,7 @@ def check_elementwise(made: type[torch.optim.Optimizer], config: OptimizerConfig
 
 
 class FlatAdamW(torch.optim.AdamW):
-    """Fused AdamW on groups whose weights are one flat tensor and whose gradients are one per parameter."""
+    """Apply fused AdamW to groups with one flat tensor of weights and one gradient per parameter."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -233,18 +234,18 @@ def parameter_groups(model: nn.Module, weight_decay: float, without: Sequence[Te
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """Return the matrices for Muon: those of the linear layers between embedding and head."""
+    """Return the matrices for Muon: the weights of the linear layers between embedding and head."""
     head = model.get_output_embeddings()
     return [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The elements of one matrix that a rank's partition holds."""
+    """Hold the elements of one matrix that lie in a rank's partition."""
 
     shape: tuple[int, int]
     offset: int  # where the matrix begins in the flat group
-    begin: int  # the held elements, [begin, end) in the flat group
+    begin: int  # range [begin, end) of the elements in the flat group
     end: int
 
 
@@ -260,14 +261,14 @@ def overlaps(shapes: Sequence[tuple[int, int]], first: int, size: int) -> Iterat
 
 
 class PartitionedMuon(torch.optim.Optimizer):
-    """Muon on the groups that name `matrices`, AdamW on the others.
+    """Apply Muon to the groups that have `matrices`, and AdamW to the other groups.
 
     The engine sets two fp32 scalars on the device before each step, as for torch's fused AdamW: `grad_scale`
     divides the gradients, and `found_inf` = 1 skips the step.
 
     Args:
-        matrices: of one group, each 2-d.
-        adamw: the optimizer of the other parameters; its groups become groups of this one.
+        matrices: 2-d parameters of one group.
+        adamw: the optimizer of the other parameters, whose groups become groups of this optimizer.
         momentum: decay of the gradient's running mean.
     """
 
@@ -291,7 +292,7 @@ class PartitionedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every group; all ranks call it, with the same groups."""
+        """Update every group. All ranks call it, with equal groups."""
         for group in self.param_groups:
             if MATRICES in group:
                 (partition,) = group["params"]
@@ -302,13 +303,13 @@ class PartitionedMuon(torch.optim.Optimizer):
                 self._adamw.step()
 
     def _step_matrices(self, group: dict, partition: Tensor) -> None:
-        """Decay and move this rank's partition [size] of the matrices."""
+        """Decay and update this rank's partition [size] of the matrices."""
         gradient = partition.grad if self.grad_scale is None else partition.grad / self.grad_scale
         state = self.state[partition]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(partition)
         momentum = state["momentum_buffer"].lerp(gradient, 1 - group["momentum"])
-        direction = gradient.lerp(momentum, group["momentum"])  # Nesterov
+        direction = gradient.lerp(momentum, group["momentum"])  # Nesterov momentum
         moved = partition * (1 - group["lr"] * group["weight_decay"])
         moved += self._orthogonal_updates(group, direction)
         if self.found_inf is not None:

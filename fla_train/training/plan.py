@@ -1,4 +1,4 @@
-"""The plan of a run: its resolved config, and its parameters, tokens, FLOPs, time, memory and disk."""
+"""Compute the plan of a run: resolved config, parameters, tokens, FLOPs, time, memory and disk."""
 
 import json
 import math
@@ -20,36 +20,40 @@ from fla_train.training.run_data import open_training_data, task_data
 from fla_train.utils.safe_files import read_json
 from fla_train.utils.throughput import peak_flops
 
-ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4  # for the estimate of hours
-GPU_SIZES, USABLE = (40, 80), 0.95  # GB of memory, and the fraction of it that the estimate may take
-CHECKPOINT_BYTES, EXPORT_BYTES = 16, 4  # per parameter
-# The validation loss of fewer sequences or documents is rough.
+# GPU and utilization that the estimate of hours assumes.
+ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4
+# Memory of GPUs in GB, and the fraction of it that the estimate may use.
+GPU_SIZES, USABLE = (40, 80), 0.95
+CHECKPOINT_BYTES, EXPORT_BYTES = 16, 4  # bytes per parameter
+# Minimum numbers for a precise validation loss.
 ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20
-MORE_TOKENS = 1.2  # tolerated ratio of wanted tokens to those on a subset's card: tokenizers differ
+# Tolerated ratio of requested tokens to the tokens on a subset's card, because tokenizers differ.
+MORE_TOKENS = 1.2
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that is known about a run before it starts. `plan.json` holds the same.
+    """Hold all facts that are known about a run before it starts. `plan.json` holds these fields.
 
     Attributes:
-        request: what the user asked for, with absolute paths. `config.yaml` records it.
-        config: the request with every number filled in. Nobody changes it.
-        parameters: as the papers count, with the embedding once.
-        parameters_held: with the head, unless it is tied to the embedding.
-        tokens: of the whole run.
+        request: the user's request, with absolute paths. `config.yaml` records it.
+        config: the request with every open value filled in. It does not change afterwards.
+        parameters: number as the papers count, with the embedding once.
+        parameters_held: number including the head, unless it is tied to the embedding.
+        tokens: tokens of the whole run.
         epochs: tokens / tokens of the training split.
-        flops_per_token: forward and backward.
+        flops_per_token: FLOPs of forward and backward pass.
         memory_bytes: estimate per process.
         gpu_hours: flops_per_token * tokens / (assumed utilization * peak of a GPU).
-        hours: the same on all processes together.
+        hours: gpu_hours divided by the number of processes.
         run_bytes: estimate of the run folder at its largest.
-        data_bytes: of the tokens to prepare; None if that is done, or their number is unknown.
+        data_bytes: size of the tokens to prepare; None if prepared, or if their number is unknown.
         accumulation: micro-batches per rank and step.
-        training_tokens: of the training split; None if it is streamed or not prepared.
-        validation_tokens: of the validation split by part of a mixture ("" without one); None: not prepared.
-        validation_documents: in all validation splits.
-        unigram_entropy: of the validation split, nats per token.
+        training_tokens: tokens of the training split; None if it is streamed or not prepared.
+        validation_tokens: tokens of the validation split by component of a mixture ("" without a mixture);
+            None: not prepared.
+        validation_documents: number of documents in all validation splits.
+        unigram_entropy: entropy of the validation split, nats per token.
         data_folder: the prepared data; None: not prepared.
     """
 
@@ -87,7 +91,7 @@ def read_plan(path: Path) -> RunPlan:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is damaged, or another version wrote it with other fields.
+        ValueError: it is damaged, or has fields of another version.
     """
     try:
         content = read_json(path)
@@ -99,15 +103,15 @@ def read_plan(path: Path) -> RunPlan:
 
 
 def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | None) -> RunPlan:
-    """Work out the plan of a resolved config.
+    """Compute the plan of a resolved config.
 
     Raises:
-        ValueError: the shards are missing or cut short, or hold fewer training tokens than one sequence.
+        ValueError: shards are missing or truncated, or hold fewer training tokens than one sequence.
     """
     trainer = config.trainer
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
     if data is not None and config.task is None:
-        open_training_data(config, data)  # its errors belong before the start
+        open_training_data(config, data)  # raises its errors before the start
     parts = data.parts().items() if data else ()
     held_out = {name: part.manifest["splits"]["validation"] for name, part in parts}
     node = config.model
@@ -142,27 +146,28 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
 
 
 def _run_bytes(config: TrainConfig, parameters: int) -> int:
-    """Bytes of checkpoints, with the one that is being written, and of exports."""
+    """Return the bytes of all checkpoints, including one that is being written, and of all exports."""
     trainer = config.trainer
 
     def written(every: int) -> int:
         return math.ceil(trainer.max_steps / every) if every else 1
 
     checkpoints = written(trainer.checkpoint_every)
-    if trainer.keep_checkpoints:  # the newest ones, that of each `keep_every` steps, the next one
+    # Count the newest checkpoints, one per `keep_every` steps, and the next one.
+    if trainer.keep_checkpoints:
         checkpoints = min(checkpoints, trainer.keep_checkpoints + written(trainer.keep_every))
     return parameters * (CHECKPOINT_BYTES * checkpoints + EXPORT_BYTES * written(trainer.export_every))
 
 
 def _training_flops(config: TrainConfig) -> float:
-    """FLOPs per token, forward and backward."""
+    """Return FLOPs per token, forward and backward."""
     if is_zoo(config.model):
         return forward_flops(build_on_meta(config.model), config.trainer.seq_len).training
     return flops_per_token(build_model_config(config.model), config.trainer.seq_len)
 
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:
-    """Bytes per process; of another library's model those of weights, gradients and AdamW only."""
+    """Return bytes per process. For models of other libraries, count weights, gradients and AdamW only."""
     trainer = config.trainer
     if is_zoo(config.model):
         return 8 * count.total + 8 * count.total // config.launch.num_processes
@@ -174,17 +179,18 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
         gradient_checkpointing=trainer.activation_checkpointing,
         accumulates=config.num_accumulated > 1,
     )
-    # One byte in each of two orders. Without checkpointing they take the place of weights in bf16.
+    # Float8 copies hold one byte per element in each of two layouts. Without checkpointing they replace bf16
+    # weights.
     in_float8 = trainer.precision == "fp8" and trainer.activation_checkpointing
     float8_weights = 2 * count.total if in_float8 else 0
-    # A step with statistics runs without the graph, beside the activations that the graph keeps.
+    # A step with statistics runs without the graph, whose activations stay allocated meanwhile.
     beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
     callbacks = sum(callback.memory(config) for callback in make_callbacks(trainer.callbacks))
     return memory.total + float8_weights + beside_graph + _state_bytes(config) + callbacks
 
 
 def _state_bytes(config: TrainConfig) -> int:
-    """What `InitialStates` keeps on each process: of its rows of a step, and of one more micro-batch."""
+    """Return the bytes of `InitialStates` per process: its rows of a step and one more micro-batch."""
     if config.initial_states == "zero":
         return 0
     model = build_model_config(config.model)
@@ -194,7 +200,7 @@ def _state_bytes(config: TrainConfig) -> int:
 
 
 def plan_lines(plan: RunPlan) -> list[str]:
-    """Describe the plan for a reader, with warnings."""
+    """Describe the plan for the user, with warnings."""
     config = plan.config
     trainer, launch = config.trainer, config.launch
     peak = f"{launch.peak_tflops:g} TFLOP/s" if launch.peak_tflops else f"an {ASSUMED_GPU}'s peak"
@@ -235,7 +241,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
 
 def _mixer_lines(config: TrainConfig) -> list[str]:
-    """How a mixer of the user's own was counted."""
+    """Describe how a custom mixer was counted."""
     if config.model.get("mixer") is None:
         return []
     from fla_train.models.mixers.registry import linear_mixer  # imports the models: seconds
@@ -247,7 +253,7 @@ def _mixer_lines(config: TrainConfig) -> list[str]:
 
 
 def _data_lines(plan: RunPlan) -> list[str]:
-    """Describe the splits, and warn of a validation split that is short or lacks parts of a mixture."""
+    """Describe the splits. Warn of a validation split that is short or lacks components of a mixture."""
     config = plan.config
     tokens, seq_len = plan.validation_tokens, config.trainer.seq_len
     if tokens is None:
@@ -276,7 +282,7 @@ def _data_lines(plan: RunPlan) -> list[str]:
 
 
 def _subset_lines(plan: RunPlan) -> list[str]:
-    """Warn of a subset of a dataset that has fewer tokens than the run wants."""
+    """Warn of a subset of a dataset that has fewer tokens than the run requests."""
     data = plan.config.data
     known, wanted = data.subset_tokens.get(str(data.name), math.inf), data.max_tokens or plan.tokens
     if wanted <= MORE_TOKENS * known:
@@ -288,7 +294,7 @@ def _subset_lines(plan: RunPlan) -> list[str]:
 
 
 def _curriculum_lines(config: TrainConfig) -> list[str]:
-    """Only a warning: a run may be cut into parts, or try out its first steps."""
+    """Warn, without an error, because a run may be split in several or try only its first steps."""
     steps = sum(stage[1] for stage in config.task.curriculum) if config.task is not None else 0
     if steps < config.trainer.max_steps:
         return []
@@ -299,7 +305,7 @@ def _curriculum_lines(config: TrainConfig) -> list[str]:
 
 
 def _unread_lines(config: TrainConfig) -> list[str]:
-    """Only a warning: runs that were begun with such a config resume."""
+    """Warn, without an error, because runs that started with such a config must resume."""
     keys = ("source", "contiguous", "document_boundaries", "stream") if config.task is not None else ()
     unread = [f"data.{key}" for key in keys if getattr(config.data, key) != getattr(DataConfig, key)]
     return [f"warning      {', '.join(unread)}: not read, the task makes its sequences"] if unread else []

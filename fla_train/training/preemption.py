@@ -1,4 +1,4 @@
-"""Requests to stop, by a batch system, a terminal that closes or Ctrl-C: "save a checkpoint, then end"."""
+"""Handle requests to stop from a batch system, a closed terminal or Ctrl-C: save a checkpoint, then end."""
 
 import signal
 import time
@@ -10,18 +10,18 @@ from typing import Self
 
 from fla_train.training.log import log
 
-# What `fla-train` and its workers end with after such a checkpoint: sysexits.h's "try again later".
+# Exit code of `fla-train` and its workers after such a checkpoint: "try again later" in sysexits.h.
 EXIT_CODE = 75
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
-REPEAT = 1.0  # seconds after which a request is passed on again
+REPEAT = 1.0  # seconds until a request is sent again
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def answer(handler: Handler) -> dict[int, Handler]:
-    """Have SIGNALS call `handler`; returns what they called before. Only the main thread may ask for it.
+    """Install `handler` for SIGNALS and return the previous handlers. Only the main thread may call it.
 
-    They are let through, too: a process inherits which signals are blocked, and one that is blocked is never
-    seen, whoever would handle it. A hang-up that is ignored stays so: that is what `nohup` is for.
+    It also unblocks the signals, because a process inherits blocked signals and would never receive them. An
+    ignored SIGHUP stays ignored, as `nohup` requires.
     """
     numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in numbers}
@@ -30,22 +30,22 @@ def answer(handler: Handler) -> dict[int, Handler]:
 
 
 def restore(handlers: dict[int, Handler]) -> None:
-    """Undo `answer`, but for what was blocked."""
+    """Restore the handlers that `answer` replaced. Signals stay unblocked."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 class StopRequest:
-    """A request to stop that this process may get at any time."""
+    """Receive requests to stop in this process at any time."""
 
     def __init__(self) -> None:
         self._made = False
         answer(self._handle)
 
     def made(self) -> bool:
-        """Whether a request has come so far.
+        """Return whether a request has arrived.
 
-        Installs the handlers again each time: LLVM, with which Triton compiles, replaces them when a process
+        It reinstalls the handlers each time: LLVM, with which Triton compiles, replaces them when a process
         compiles its first kernel, and SIGUSR1 would be lost.
         """
         answer(self._handle)
@@ -56,9 +56,9 @@ class StopRequest:
 
 
 class Preempted(BaseException):
-    """This process got a request to stop: the workers, if there were any, have saved a checkpoint and left.
+    """Report that this process was asked to stop, and that its workers, if any, have saved a checkpoint.
 
-    Like KeyboardInterrupt it passes by what handles errors.
+    Like KeyboardInterrupt, it is not an `Exception`, so error handlers do not catch it.
     """
 
     def __init__(self, message: str = "stopped      the same command starts again from here") -> None:
@@ -66,12 +66,12 @@ class Preempted(BaseException):
 
 
 class StopSignals:
-    """Inside `with`, SIGNALS and a first Ctrl-C ask this process's workers to stop.
+    """Ask this process's workers to stop when SIGNALS or a first Ctrl-C arrive inside the `with` block.
 
-    Without workers they end it at once, by `Preempted` or `KeyboardInterrupt`; a second Ctrl-C always does.
+    Without workers a signal raises `Preempted` or `KeyboardInterrupt` at once. A second Ctrl-C always does.
 
     Attributes:
-        requested: the request has been passed to the workers.
+        requested: whether the request has been passed to the workers.
     """
 
     def __init__(self) -> None:
@@ -88,14 +88,15 @@ class StopSignals:
         restore(self._previous)
 
     def pass_to(self, workers: Sequence[Popen]) -> None:
-        """From now on ask these."""
+        """Pass requests to these processes from now on."""
         self._workers = workers
         answer(self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def repeat(self) -> None:
-        """Send the request again after a second: a worker that was compiling may have missed it."""
-        if self._interrupted and not self._told:  # not in the handler, which may interrupt another print
+        """Send the request again after a second, because a worker that was compiling may have missed it."""
+        # Print outside the handler, which may interrupt another print.
+        if self._interrupted and not self._told:
             self._told = True
             log("stopping     saving a checkpoint in a few steps; Ctrl-C again quits at once")
         if self.requested and time.monotonic() - self._sent >= REPEAT:
@@ -119,9 +120,9 @@ class StopSignals:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Inside, a request to leave raises `Preempted`: what the launcher does by itself can be resumed.
+    """Raise `Preempted` on a request to leave inside the `with` block, for work that can be resumed.
 
-    After `Preempted` SIGNALS are ignored: another one would end the process with another exit status.
+    After `Preempted` SIGNALS are ignored, because another signal would change the exit status.
     """
     previous = answer(_leave)
     try:

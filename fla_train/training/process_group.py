@@ -1,4 +1,4 @@
-"""The process group of a run's ranks: its store, its timeouts, its network interfaces."""
+"""Set up the process group of a run's ranks: store, timeouts, network interfaces."""
 
 import os
 import socket
@@ -17,35 +17,40 @@ from fla_train.utils.ranks import leave_other_launchers
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-STORE_FILE = "FLA_TRAIN_STORE_FILE"  # ranks of one machine share this new file, and nothing listens
-# Prefix of the keys in the agents' store, another one for each start: earlier starts have left their keys.
+# Variable with the path of a new file, through which ranks of one machine meet without a port.
+STORE_FILE = "FLA_TRAIN_STORE_FILE"
+# Variable with the prefix of keys in the agents' store. It is new for each start, because earlier starts have
+# left their keys.
 STORE_PREFIX = "FLA_TRAIN_STORE_PREFIX"
-TIMEOUT = timedelta(minutes=30)  # for one collective
-ANY_PORT = 9  # of a datagram socket that sends nothing
+TIMEOUT = timedelta(minutes=30)  # timeout of one collective
+# Port of a datagram socket that sends nothing.
+ANY_PORT = 9
 
 
 def join(*, on_gpu: bool) -> torch.device:
-    """Join the process group of all ranks, unless that has been done; this rank's device.
+    """Join the process group of all ranks, unless already joined, and return this rank's device.
 
     RANK, LOCAL_RANK and WORLD_SIZE must be set, with a store: STORE_FILE, or STORE_PREFIX with
-    MASTER_ADDR and MASTER_PORT of the agents' store, or what torch's `env://` reads.
+    MASTER_ADDR and MASTER_PORT of the agents' store, or the variables of torch's `env://`.
 
     Raises:
-        ValueError: MASTER_ADDR is no address.
+        ValueError: MASTER_ADDR is not an address.
     """
-    leave_other_launchers()  # before DeepSpeed and accelerate look
+    leave_other_launchers()  # before DeepSpeed and accelerate read them
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    # Gradients are reduced beside kernels that fill the device: NCCL's blocks come first wherever one ends.
+    # Gradients are reduced while other kernels fill the device. At high priority, NCCL's blocks start first
+    # wherever a block ends.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     towards = LOOPBACK if alone else os.environ["MASTER_ADDR"]
     if interface := interface_towards(towards):
-        for name in (GLOO_INTERFACE, NCCL_INTERFACE):  # a cluster's setting is for several machines
+        # A cluster's setting is for several machines.
+        for name in (GLOO_INTERFACE, NCCL_INTERFACE):
             os.environ[name] = interface if alone else os.environ.get(name) or interface
     store = _store(world)
     place = (
@@ -57,11 +62,11 @@ def join(*, on_gpu: bool) -> torch.device:
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The ranks of a run as data x context: consecutive ranks share sequences, the others have others.
+    """Arrange the ranks of a run as data x context: consecutive ranks share sequences.
 
     Attributes:
-        data_rank, data_world: which share of the sequences this rank reads, of how many.
-        context: the ranks that share them, each with a part; None: sequences are whole.
+        data_rank, data_world: index and number of the groups that read different sequences.
+        context: the ranks that split each sequence among them; None: sequences are whole.
     """
 
     data_rank: int
@@ -70,7 +75,7 @@ class RankMesh:
 
 
 def split_ranks(context_parallel: int) -> RankMesh:
-    """The joined ranks by groups of `context_parallel`, a divisor of their number. All ranks call it."""
+    """Split the joined ranks into groups of `context_parallel`, a divisor of their number, on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if context_parallel == 1:
         return RankMesh(rank, world)
@@ -79,7 +84,7 @@ def split_ranks(context_parallel: int) -> RankMesh:
 
 
 def _store(world: int) -> dist.Store | None:
-    """Where the ranks meet; None: as torch's environment variables say."""
+    """Return the store where the ranks meet; None: the one in torch's environment variables."""
     if world == 1:
         return dist.HashStore()
     if file := os.environ.get(STORE_FILE):
@@ -91,16 +96,16 @@ def _store(world: int) -> dist.Store | None:
 
 
 def check_address(host: str) -> None:
-    """Refuse a name of the main machine that means its loopback there: no other machine reaches it.
+    """Check that the main machine's name does not resolve to its loopback, which others cannot reach.
 
-    `localhost`, and a number, are taken at their word; and who names gloo's interface needs no other address.
+    `localhost` and numeric addresses are accepted. If the user names gloo's interface, no check is needed.
 
     Raises:
-        ValueError: it is such a name, or none.
+        ValueError: the name resolves to a loopback address, or not at all.
     """
     if not is_loopback(host) or GLOO_INTERFACE in os.environ:
         return
-    with suppress(ValueError):  # no number
+    with suppress(ValueError):  # not a numeric address
         ip_address(host)
         return
     if host != "localhost":
@@ -111,7 +116,7 @@ def check_address(host: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reached from this machine alone.
+    """Return whether only this machine can reach `host`.
 
     Raises:
         ValueError: `host` does not resolve.
@@ -121,10 +126,11 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface from which `host` is reached, such as `eth0`; None if that is unknown.
+    """Return the network interface from which `host` is reached, such as `eth0`; None: unknown.
 
-    Gloo by itself takes the address to which this machine's own name resolves, which other machines may not
-    reach, or none if there is no such address.
+    Gloo would use the address to which this machine's name resolves. Other machines may not reach that
+    address,
+    or it may not exist.
 
     Raises:
         ValueError: `host` does not resolve.
@@ -135,7 +141,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` is this machine.
+    """Return whether `host` is this machine.
 
     Raises:
         ValueError: `host` does not resolve.
@@ -145,7 +151,7 @@ def is_own_address(host: str) -> bool:
 
 
 def _own_address(host: str) -> str | None:
-    """This machine's address on the way to `host`; None if there is no way: joining says what is wrong.
+    """Return this machine's address on the route to `host`. None: no route; joining reports the error.
 
     Raises:
         ValueError: `host` does not resolve.
@@ -153,7 +159,8 @@ def _own_address(host: str) -> str | None:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # chooses a route; a datagram socket sends nothing yet
+            # Connecting a datagram socket chooses a route and sends nothing.
+            probe.connect(address)
             return probe.getsockname()[0]
     except socket.gaierror as error:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""From the request to the plan: `resolve` fills in what the user left open, and checks the result, once.
+"""Resolve a request to a plan: `resolve` fills in open values and checks the result once.
 
 1. Check every key and section of the request, and make its paths absolute.
 2. Fill in the sizes that the task, the saved run and this machine decide.
 3. Check the filled-in config: batch, device, options that exclude each other.
 4. Check the run folder, the Hub and the weights of `init_from` before hours of tokenizing.
-5. Take the vocabulary from the tokenizer, and prepare the data.
-6. Fill in the number of steps and the warm-up; work out FLOPs, memory and time.
+5. Set the vocabulary from the tokenizer, and prepare the data.
+6. Fill in the number of steps and the warm-up; compute FLOPs, memory and time.
 """
 
 import os
@@ -33,20 +33,21 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.keys import AUTO, require_valid
 from fla_train.utils.ranks import is_first, is_rank
 
-VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at odd sizes
+VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at other sizes
 Data = Literal["prepare", "find", "none"]
 
 
 def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
-    """Check a request and work out its plan.
+    """Check a request and return its plan.
 
     Args:
-        request: a composed config; it stays as it is.
-        data: `prepare` the data that are missing; `find` those on this machine, and fetch and write nothing;
-            `none`: plan without data and without a run folder.
+        request: a composed config, which is not changed.
+        data: `prepare` missing data; `find` data on this machine without fetching or writing anything;
+            `none`:
+            plan without data and without a run folder.
 
     Raises:
-        ValueError: the request, the run folder or the data do not work; a line for each error.
+        ValueError: the request, the run folder or the data have errors, listed one per line.
     """
     require_valid(request)
     request = deepcopy(request)
@@ -101,14 +102,15 @@ def _fill_task_sizes(config: TrainConfig) -> None:
 
 
 def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) -> None:
-    """Fill in batch, warm-up and vocabulary of the run that is resumed, where the request leaves them open.
+    """Fill in batch, warm-up and vocabulary of the resumed run where the request leaves them open.
 
     Otherwise the batch would change with the number of processes, and the warm-up with the number of steps.
     """
     length, saved = config.trainer.seq_len, state.config
     if not saved:
         return
-    if config.task is None and length != saved["trainer.seq_len"]:  # before the batch, which follows it
+    # Set the length before the batch, which depends on it.
+    if config.task is None and length != saved["trainer.seq_len"]:
         run = checkpoint.resolve().parent.parent
         raise ValueError(
             f"{checkpoint} belongs to another run: trainer.seq_len={length} "
@@ -125,8 +127,8 @@ def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) 
 def _fill_machine(config: TrainConfig) -> None:
     """Fill in device, precision, number of processes and batch.
 
-    By default all GPUs of each machine are used, or one process on a CPU. Ranks that another launcher started
-    take its numbers. The batch is the multiple of `batch_unit` nearest to `target_batch_tokens`.
+    The default uses all GPUs of each machine, or one process on a CPU. Ranks that another launcher started
+    use its numbers. The batch is the multiple of `batch_unit` nearest to `target_batch_tokens`.
     """
     launch, trainer = config.launch, config.trainer
     if launch.device == AUTO:
@@ -151,10 +153,10 @@ def _fill_machine(config: TrainConfig) -> None:
 
 
 def _fill_vocabulary(config: TrainConfig, *, offline: bool) -> None:
-    """Fill in the tokenizer's size, rounded up to a multiple of 64, where the request leaves it open.
+    """Fill in the tokenizer's size, rounded up to a multiple of 64, if the request leaves it open.
 
     Args:
-        offline: fetch no tokenizer; one that is not on this machine leaves the model's usual size.
+        offline: do not fetch a tokenizer. If it is not on this machine, keep the model's usual size.
     """
     asked = config.model["vocab_size"]
     try:
@@ -178,10 +180,11 @@ def _fill_vocabulary(config: TrainConfig, *, offline: bool) -> None:
 def _check_before_preparing(
     config: TrainConfig, folder: RunFolder | None, saved: tuple[Path, TrainState] | None, *, fetch: bool
 ) -> None:
-    """Reject before hours of tokenizing what would fail after it."""
+    """Check the run folder, the Hub and the initial weights before hours of tokenizing."""
     if folder is not None:
         folder.check()
-        if not folder.config.is_file():  # a misspelt run.dir would otherwise pass for a new run
+        # A misspelled run.dir would otherwise count as a new run.
+        if not folder.config.is_file():
             log(f"new run      {folder.root} holds none yet")
     elif is_rank():
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
@@ -201,7 +204,7 @@ def _check_before_preparing(
 
 
 def pushes_here(config: TrainConfig) -> bool:
-    """Whether rank 0, which pushes to the Hub, may be on this machine."""
+    """Return whether rank 0, which pushes to the Hub, may be on this machine."""
     return config.hub.repo_id is not None and is_first() and config.launch.machine_rank in (None, 0)
 
 
@@ -214,7 +217,7 @@ def _prepare(config: TrainConfig, saved: tuple[Path, TrainState] | None, data: D
 
 
 def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
-    """Fill in the number of steps, which may follow from `max_tokens` or `epochs`, and the warm-up."""
+    """Fill in the warm-up and the number of steps, which may follow from `max_tokens` or `epochs`."""
     trainer, tokens = config.trainer, config.trainer.max_tokens
     if trainer.epochs is not None:
         in_epoch = prepared.manifest["splits"]["train"].get("tokens") if prepared else None

@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint that all ranks start from, and whether config and ranks agree with it."""
+"""Resume a run: agree on a checkpoint, and check that config and ranks match it."""
 
 import json
 import math
@@ -21,8 +21,10 @@ from fla_train.utils.keys import resume_rule
 from fla_train.utils.overrides import flat, plain
 from fla_train.utils.records import read_metrics
 
-VISIBLE = 60.0  # seconds within which a shared file system must show what another machine has written
-EVALUATIONS_TO_STOP = 2  # in a row at `task.stop_at`: accuracy swings, so one could be luck
+# Seconds within which a shared file system must show the files of another machine.
+VISIBLE = 60.0
+# Number of consecutive evaluations at `task.stop_at`. Accuracy fluctuates, so one could be luck.
+EVALUATIONS_TO_STOP = 2
 
 
 def agree_on_checkpoint(store: CheckpointStore, resume: str, log: Callable[[str], None]) -> Path | None:
@@ -54,15 +56,15 @@ def agree_on_checkpoint(store: CheckpointStore, resume: str, log: Callable[[str]
 
 
 def recorded(config: TrainConfig) -> dict[str, Any]:
-    """Return the keys and values of a config as its checkpoints record them, in JSON's types."""
+    """Return a config's keys and values as its checkpoints record them, in JSON's types."""
     return json.loads(json.dumps(dict(flat(asdict(config)))))
 
 
 def is_complete(folder: RunFolder, config: TrainConfig, checkpoint: Path, state: TrainState) -> bool:
     """Return whether nothing is left to do after the newest checkpoint.
 
-    A run that was killed in its last moments still lacks export or plot, and a damaged export or checkpoint
-    counts as missing: the run resumes and writes it again.
+    A run that was killed shortly before its end still lacks an export or plot. A damaged export or checkpoint
+    counts as missing, so the run resumes and writes it again.
     """
     if state.step < config.trainer.max_steps and not has_reached(config.task, folder, state.step):
         return False
@@ -71,11 +73,11 @@ def is_complete(folder: RunFolder, config: TrainConfig, checkpoint: Path, state:
 
 
 def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool:
-    """Whether the last two evaluations up to `step` had every metric of `stop_at` at its value or above."""
+    """Return whether the last two evaluations up to `step` reached every metric of `stop_at`."""
     if config is None or not config.stop_at:
         return False
     tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
-    # A test set may be newer than an evaluation, which then says nothing of it.
+    # A test set may be newer than an evaluation, which then has no result for it.
     return len(tests) >= EVALUATIONS_TO_STOP and all(
         record.get(metric, -math.inf) >= value
         for record in tests[-EVALUATIONS_TO_STOP:]
@@ -86,18 +88,18 @@ def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool
 def check_same_run(
     config: TrainConfig, data: PreparedData | None, checkpoint: Path, state: TrainState
 ) -> list[str]:
-    """Refuse to resume from a checkpoint of another model or stream of tokens, by the config it records.
+    """Check that a checkpoint's recorded config has the model and the token stream of this run.
 
     Args:
         config: resolved; the vocabulary may be null.
-        data: None: they are not prepared yet. A change of the settings that lead to other data is noticed, a
-            change of the text itself is not.
+        data: None: not prepared yet. Then only changes of settings that lead to other data are detected, not
+            changes of the text itself.
 
     Returns:
-        `KEY=VALUE (was VALUE)` for each other change that bears on the results.
+        `KEY=VALUE (was VALUE)` for each other change that affects the results.
 
     Raises:
-        ValueError: naming each key that differs and the value to use.
+        ValueError: names each key that differs and the value to use.
     """
     before, now = state.config, recorded(config)
     changed = {
@@ -111,10 +113,11 @@ def check_same_run(
     if data is not None:
         name = data.folder.name
     else:
-        # Files may have changed under the same path. The Hub is not asked: a run keeps its commit.
+        # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
         asked = config.task is None and (of_data or config.data.source == "local")
         name = prepared_name(config.data) if asked else state.data
-        if name is None and not of_data:  # the tokenizer has to be fetched first
+        # The tokenizer has to be fetched first.
+        if name is None and not of_data:
             name = state.data
     if state.data not in (None, name):
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
@@ -128,12 +131,12 @@ def check_same_run(
 def check_config_consistency(
     config: TrainConfig, data: PreparedData, resume: Path | None, folder: RunFolder
 ) -> None:
-    """Check that all ranks train the same: each machine composes its config and prepares its data by itself.
+    """Check that all ranks have equal configs and data, which each machine composes and prepares by itself.
 
     Every rank calls it.
 
     Raises:
-        ValueError: on all ranks, naming what differs.
+        ValueError: on all ranks, with the differences.
     """
     compared = ("fixed", "logged")
     facts: dict[str, object] = {
@@ -143,7 +146,7 @@ def check_config_consistency(
     facts["the Hub's commit of the data"] = data.commits()
     facts["launch.context_parallel"] = config.launch.context_parallel
     facts["the checkpoint to resume"] = resume.name if resume else None
-    # The first machine has written it by now. Another content, or none, means another folder.
+    # The first machine has written this file by now. Other content, or a missing file, means another folder.
     shared = folder.environment
     facts["run.dir (is it one shared folder?)"] = shared.read_text() if shared.is_file() else None
     everyone: list[dict[str, object]] = [{}] * dist.get_world_size()

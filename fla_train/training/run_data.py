@@ -1,4 +1,4 @@
-"""The data of a run: prepared text or a synthetic task, and the batches that a step reads of either."""
+"""Provide the data of a run: prepared text or a synthetic task, and their batches."""
 
 import math
 from collections.abc import Sequence
@@ -18,13 +18,15 @@ from fla_train.kernels.context_parallel import ContextGroup, ContextPart
 from fla_train.tasks import Task, TaskConfig, curriculum_tasks, training_task
 from fla_train.training.config import TrainConfig
 
-NO_FOLDER = Path("task")  # of a task: sequences are drawn while training, and nothing lies on disk
-KEPT_TOKENS = 2**26  # of a fixed training set of a task: 512 MiB with its labels
+# Folder of a task, whose sequences are drawn while training and never stored.
+NO_FOLDER = Path("task")
+# Maximum tokens of a task's fixed training set that are kept in memory: 512 MiB with labels.
+KEPT_TOKENS = 2**26
 
 
 @dataclass(frozen=True)
 class TaskData(PreparedData):
-    """The manifest of a task, with the fields that plans, cards and summaries read; it has no tokenizer."""
+    """Describe a task with the fields that plans, cards and summaries read. It has no tokenizer."""
 
     def tokenizer(self) -> None:
         return None
@@ -55,10 +57,10 @@ def task_data(config: TaskConfig, seed: int) -> TaskData:
 def open_training_data(
     config: TrainConfig, data: PreparedData
 ) -> "Dataset | PackedDataset | ContiguousDataset | TaskSequences":
-    """The sequences to train on, by index.
+    """Return the training sequences by index.
 
     Raises:
-        ValueError: a manifest is corrupt, a shard is missing or cut short, or no sequence fits.
+        ValueError: a manifest is corrupt, a shard is missing or truncated, or no sequence fits.
     """
     if config.task is not None:
         task = config.task
@@ -73,12 +75,12 @@ def open_training_data(
 
 
 def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup | None = None) -> Batch:
-    """Copy what was read to `device`, without waiting.
+    """Copy a batch from the reader to `device` without waiting.
 
     Args:
         read: ids [B, T], of which every token but the first is a target; inputs and labels [2, B, T] of a
             task; or a packed batch.
-        context: ranks that share the rows; this rank's part is copied.
+        context: ranks that split the rows; only this rank's columns are copied.
     """
     if context is not None:
         whole = read if isinstance(read, Batch) else Batch(read, read)
@@ -90,8 +92,9 @@ def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup |
 
 
 def split_batch(whole: Batch, context: ContextGroup) -> Batch:
-    """This rank's part of rows [B, T] that the ranks of `context` share; T is a multiple of their number."""
-    from fla_train.models.loss import next_tokens  # imports Triton, which the launcher does not need
+    """Return this rank's columns of rows [B, T] that the ranks of `context` split; they divide T."""
+    # Import late, because it imports Triton, which the launcher does not need.
+    from fla_train.models.loss import next_tokens
 
     length = whole.input_ids.shape[1] // context.size
     own = slice(context.rank * length, (context.rank + 1) * length)
@@ -104,15 +107,15 @@ def split_batch(whole: Batch, context: ContextGroup) -> Batch:
 
 
 class TaskSequences:
-    """The training set of a task: sequence i is the same on any rank, in any batch and after any resume.
+    """Draw a task's training sequences: sequence i is equal on any rank, in any batch, after any resume.
+
+    A training set of fixed size is kept in memory as it is drawn, up to KEPT_TOKENS, so later epochs cost
+    nothing.
 
     Args:
         task: the training set.
         curriculum: training sets of the first steps, and how many steps each lasts.
         batch_size: sequences per step; only a curriculum needs it.
-
-    A training set of a fixed size is kept in memory as it is drawn, up to KEPT_TOKENS: later epochs cost
-    nothing.
     """
 
     def __init__(self, task: Task, curriculum: Sequence[tuple[Task, int]] = (), batch_size: int = 1):
@@ -126,9 +129,9 @@ class TaskSequences:
             self._drawn = np.zeros(size, dtype=bool)
 
     def sequences(self, indices: np.ndarray) -> Tensor:
-        """[2, n, T + 1] int64: inputs and labels for a causal language model; T of the stage in a curriculum.
+        """Return [2, n, T + 1] int64: inputs and labels for a causal language model.
 
-        All `indices` belong to one step.
+        T is that of the stage in a curriculum. All `indices` belong to one step.
         """
         stage = np.searchsorted(self._ends, indices[0] // self._batch_size, side="right")
         if stage < len(self._stages):

@@ -1,4 +1,4 @@
-"""The run folder: its paths, its lock, and what is written once before training starts."""
+"""Manage a run folder: its paths, its lock, and the files that are written once before training."""
 
 import json
 import os
@@ -15,18 +15,18 @@ from fla_train.utils.filesystem import halves_of, write_whole
 from fla_train.utils.locks import open_lock, try_lock
 from fla_train.utils.records import Record, read_metrics
 
-LOCK_WAIT = 10.0  # seconds; the workers of a killed launcher need a moment to die
+LOCK_WAIT = 10.0  # seconds; workers of a killed launcher end within them
 
 
 class RunFolder:
-    """Paths inside a run folder (docs/metrics.md lists them).
+    """Name the paths inside a run folder (docs/metrics.md lists them).
 
     Attributes:
-        name: what plots, cards and loggers call the run.
-        config: what the user asked for, with absolute paths.
-        plan: the `RunPlan` of the newest start.
-        starts: a numbered folder each time workers were started: start.json, config.yaml, environment.json.
-        accuracy: curves of the newest evaluation on a task.
+        name: name of the run in plots, cards and loggers.
+        config: file with the user's request, with absolute paths.
+        plan: file with the `RunPlan` of the newest start.
+        starts: a numbered folder per start of workers: start.json, config.yaml, environment.json.
+        accuracy: file with the curves of the newest evaluation on a task.
     """
 
     def __init__(self, root: Path):
@@ -44,14 +44,17 @@ class RunFolder:
         self.accuracy_plot = root / "plots" / "accuracy.png"
 
     def log(self, rank: int) -> Path:
-        """What a rank prints. One file each: NFS loses lines that two machines append."""
+        """Return the log file of a rank.
+
+        Each rank has a file, because NFS loses lines that two machines append to one file.
+        """
         return self.root / ("train.log" if rank == 0 else f"logs/rank-{rank}.log")
 
     def export(self, step: int) -> Path:
         return self.root / "hf" / f"step-{step:07d}"
 
     def id(self) -> str | None:
-        """Return the random id that the run's checkpoints record as well; None: there is none yet."""
+        """Return the random id that the run's checkpoints also record, or None before the first start."""
         try:
             return self.run_id.read_text().strip() or None
         except OSError:
@@ -59,18 +62,18 @@ class RunFolder:
 
     @property
     def store(self) -> CheckpointStore:
-        """The run's checkpoints."""
+        """Return the run's checkpoints."""
         return CheckpointStore(self.checkpoints, self.id())
 
     def owns(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint lies among this run's."""
+        """Return whether a checkpoint belongs to this run's folder."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def check(self) -> None:
-        """Refuse what can't be a run folder, before there is any work to lose.
+        """Check that the path can be a run folder before there is any work to lose.
 
         Raises:
-            ValueError: it is a checkpoint, an export, a sweep or a file, or nothing can be written there.
+            ValueError: it is a checkpoint, an export, a sweep or a file, or it is not writable.
         """
         for name, what in (("manifest.json", "a checkpoint"), ("config.json", "an export")):
             if (self.root / name).is_file():
@@ -88,14 +91,14 @@ class RunFolder:
             raise _unwritable(self.root, OSError(None, reason))
 
     def create(self) -> None:
-        """Make the folder. Raises `ValueError` where that can't be done."""
+        """Create the folder. Raise `ValueError` if that fails."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
     def sweep(self) -> None:
-        """Delete what a killed process left half-written of our files. Only with the run's lock held."""
+        """Delete this package's files that a killed process left half-written. The caller holds the lock."""
         for file in (self.config, self.environment, self.plan, self.run_id, self.metrics, self.accuracy):
             for aside in halves_of(file):
                 aside.unlink(missing_ok=True)
@@ -103,7 +106,7 @@ class RunFolder:
     def record_start(self, step: int, tokens: int, processes: int) -> None:
         """Record that workers start after `step`, with copies of config and environment.
 
-        A full disk costs the record, not the start.
+        If the disk is full the record is lost, but the start continues.
         """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         record = {"time": now, "step": step, "tokens": tokens, "processes": processes}
@@ -117,19 +120,20 @@ class RunFolder:
             write_whole(folder / "start.json", json.dumps(record) + "\n")
 
     def start_records(self) -> list[Record]:
-        """Return what `record_start` recorded, oldest first."""
+        """Return the records of `record_start`, oldest first."""
         files = sorted(self.starts.glob("*/start.json"))
         return [record for file in files for record in read_metrics(file)]
 
 
 class RunLock:
-    """Keeps other trainers from writing a run folder while this process lives.
+    """Lock a run folder against other trainers while this process lives.
 
-    Both the folder and its `.lock` are locked: whoever deletes the file does not unlock the folder, and not
-    every file system locks folders.
+    Both the folder and its `.lock` are locked: deleting the file does not unlock the folder, and not every
+    file
+    system can lock folders.
 
     Raises:
-        ValueError: another trainer holds it, or the folder is not to be written to.
+        ValueError: another trainer holds it, or the folder is not writable.
     """
 
     def __init__(self, folder: RunFolder):
@@ -147,7 +151,7 @@ class RunLock:
             time.sleep(0.2)
 
     def check(self) -> None:
-        """Look whether the folder is still this one, and still ours.
+        """Check that the folder was not replaced and that this process still holds the lock.
 
         Raises:
             ValueError: it was renamed or deleted, or another trainer holds it now.
@@ -158,7 +162,9 @@ class RunLock:
             )
         if _same(self._path, self._file.fileno()):
             return
-        try:  # `.lock` was deleted or replaced, which the folder's lock survives where there is one
+        # Restore a deleted or replaced `.lock`. The folder's lock survives that, where the file system has
+        # one.
+        try:
             again = open_lock(self._path)
         except OSError as error:
             raise _unwritable(self._root, error) from error
@@ -176,7 +182,7 @@ class RunLock:
 
 
 def is_locked(folder: RunFolder) -> bool:
-    """Whether a trainer writes the folder now, as far as its file system has locks."""
+    """Return whether a trainer writes the folder now, as far as its file system supports locks."""
     places = [place for place in (folder.root, folder.root / ".lock") if place.exists()]
     descriptors = [os.open(place, os.O_RDONLY) for place in places]
     try:
@@ -198,7 +204,7 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 
 
 def new_run_dir(label: str) -> Path:
-    """`runs/<label>-<time>`, made here, so that two launches in one second get two folders."""
+    """Create `runs/<label>-<time>` at once, so that two launches in one second get two folders."""
     parent, base = Path("runs"), f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
     for attempt in range(1, 1000):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")

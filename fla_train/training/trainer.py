@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step after another, with evaluation, checkpoints and exports between."""
+"""Run the training loop: optimizer steps, with evaluation, checkpoints and exports between them."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -52,15 +52,16 @@ from fla_train.utils.throughput import Throughput, peak_flops
 from fla_train.utils.timeline import Timeline
 from fla_train.utils.watchdog import Watchdog
 
-READ_EVERY = 10  # steps within which results are read, however seldom they are logged
+# Steps within which results are read, even if they are rarely logged.
+READ_EVERY = 10
 
 
 @dataclass
 class FinishedStep:
-    """An optimizer step whose results are on the host; all but `metrics` are equal on all ranks."""
+    """Hold the results of an optimizer step on the host. All but `metrics` are equal on all ranks."""
 
     step: int
-    tokens: int  # of the run so far
+    tokens: int  # tokens of the run so far
     rate: float  # learning rate
     result: StepResult
     metrics: dict[str, float]
@@ -68,33 +69,33 @@ class FinishedStep:
 
 @dataclass
 class LaunchedStep:
-    """An optimizer step whose kernels may still run."""
+    """Hold an optimizer step whose kernels may still run."""
 
     step: int
     tokens: int
     rate: float
     outcome: Outcome
-    names: list[str]  # of the metrics
+    names: list[str]  # names of the metrics
     values: HostTransfer
 
     def read(self) -> FinishedStep:
-        """Wait for the end of the step."""
+        """Wait for the end of the step and return its results."""
         metrics = dict(zip(self.names, self.values.read(), strict=True))
         return FinishedStep(self.step, self.tokens, self.rate, self.outcome.read(), metrics)
 
 
 class Trainer:
-    """One rank of a run. Files and terminal belong to rank 0; everything else is done by all ranks.
+    """Train one rank of a run. Rank 0 writes files and terminal; everything else runs on all ranks.
 
     Args:
         data: prepared text, or a task's `TaskData`.
-        model: with the weights to start from, on the CPU; on `resume` those of the checkpoint replace them.
+        model: model with initial weights on the CPU; on `resume` the checkpoint's weights replace them.
         resume: checkpoint to start from; None: the beginning.
-        stream: where rank 0 shows progress.
-        watchdog: gets a beat with each progress.
-        request: once made on any rank, all save a checkpoint and leave.
-        lock: of the run's folder, on rank 0.
-        timeline: of the start so far.
+        stream: terminal where rank 0 shows progress.
+        watchdog: receives a beat with each progress.
+        request: request to stop; once it arrives on any rank, all ranks save a checkpoint and leave.
+        lock: lock of the run's folder, on rank 0.
+        timeline: phases of the start so far.
     """
 
     def __init__(
@@ -112,25 +113,26 @@ class Trainer:
         config, trainer = plan.config, plan.config.trainer
         self.config, self.data, self.watchdog, self.request, self.lock = config, data, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
-        self.timeline = timeline or Timeline()  # of the start, then of the end
+        self.timeline = timeline or Timeline()  # of the start, later of the end
         self.engine = build_engine(model, config)
         self.model = self.engine.module
         self.timeline.mark("engine")
         self.rank, self.mesh = dist.get_rank(), split_ranks(config.launch.context_parallel)
 
-        # Restore weights, optimizer and position. The state of a checkpoint belongs to this run from now on.
+        # Restore weights, optimizer and position. From now on the checkpoint's state belongs to this run.
         check_config_consistency(config, data, resume, self.folder)
         self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
         self.timeline.mark("checkpoint")
         self.state.data, self.state.commits = data.folder.name, data.commits()
         self.state.config = recorded(config)
-        self.state.run = self.folder.id() if self.rank == 0 else None  # rank 0 saves the state
+        self.state.run = self.folder.id() if self.rank == 0 else None  # only rank 0 saves the state
         continued = resume is not None and self.folder.owns(resume)
-        if not continued:  # a branch of another run, whose W&B run stays separate
+        # A branch of another run gets a separate W&B run.
+        if not continued:
             self.state.wandb_id = None
         self.first_step = self.state.step + 1
 
-        # Data, loggers and checkpoints of the loop.
+        # Set up data, loggers and checkpoints of the loop.
         rows = trainer.global_batch_tokens // trainer.seq_len
         self.batches = BatchSampler(rows, trainer.micro_batch_size, self.mesh.data_rank, self.mesh.data_world)
         self.train_data = open_training_data(config, data)
@@ -147,10 +149,11 @@ class Trainer:
             saved_step=self.state.step if continued else -1,
         )
         self.unread: list[LaunchedStep] = []
-        self.stopping = False  # a rank was asked to stop
-        self.reached = False  # the run ends before its last step; the same on all ranks
+        self.stopping = False  # whether a rank was asked to stop
+        # Whether the run ends before its last step. Equal on all ranks.
+        self.reached = False
 
-        # Features last: they look at all of the above.
+        # Attach features last, because they read all of the above.
         self.bad_steps = BadSteps(
             self.engine.device,
             max_grad_norm=config.optimizer.max_grad_norm,
@@ -165,24 +168,24 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the run's last step has been taken."""
+        """Return whether the run's last step is done."""
         return self.reached or self.state.step >= self.config.trainer.max_steps
 
     def is_due(self, every: int) -> bool:
-        """Return whether something done each `every` steps (0: never) and at the end is due now."""
+        """Return whether work that runs each `every` steps (0: never) and at the end is due now."""
         return self.finished or _divides(every, self.state.step)
 
     def is_observed(self, step: int) -> bool:
-        """Return whether step `step` gets statistics."""
+        """Return whether `step` gets statistics."""
         return _divides(self.config.trainer.stats_every, step)
 
     def run(self) -> bool:
         """Train to `trainer.max_steps`, or until a feature sets `reached`.
 
-        Leaves a checkpoint, an export and a plot of the last step.
+        It writes a checkpoint, an export and a plot of the last step.
 
         Returns:
-            False when a request ended it earlier, with a checkpoint.
+            False if a request to stop ended it earlier, with a checkpoint.
         """
         loader = PrefetchLoader(self.train_data, self.batches, self.state.step, self.config.trainer.max_steps)
         with loader, _existing_objects_not_collected():
@@ -196,7 +199,8 @@ class Trainer:
                 if finished:
                     for feature in self.features:
                         feature.after_results(finished)
-                if self.finished:  # perhaps because a feature has just ended the run
+                # A feature may have just ended the run.
+                if self.finished:
                     self._account(self._read(len(self.unread)))
                 self._between_steps()
                 if self.stopping and not self.finished:
@@ -206,9 +210,9 @@ class Trainer:
         return True
 
     def _step(self, loader: PrefetchLoader) -> int:
-        """Launch the next optimizer step; return its tokens, over all ranks.
+        """Launch the next optimizer step and return its tokens over all ranks.
 
-        A step of a task's curriculum has shorter sequences and fewer tokens than a later one.
+        In a task's curriculum, an early step has shorter sequences and fewer tokens than a later one.
         """
         step, trainer = self.state.step + 1, self.config.trainer
         first = step == self.first_step
@@ -243,7 +247,7 @@ class Trainer:
         for feature in self.features:
             feature.after_step(step, metrics)
 
-        # Account for it; its results stay on the device.
+        # Update the counters. The results stay on the device.
         if first:
             self.timeline.mark(f"step {step}")
             self.log(f"start        {self.timeline}")
@@ -264,7 +268,7 @@ class Trainer:
             self.timeline.mark("kernels")
 
     def _read_results(self) -> list[FinishedStep]:
-        """Read the results that something needs now, oldest first; all of them after a request to stop."""
+        """Read the results that are needed now, oldest first. After a request to stop, read all of them."""
         trainer, step = self.config.trainer, self.state.step
         if self.is_due(trainer.checkpoint_every) or any(feature.due(step) for feature in self.features):
             return self._read(len(self.unread))
@@ -275,15 +279,15 @@ class Trainer:
         return finished
 
     def _read(self, count: int) -> list[FinishedStep]:
-        """Take the `count` oldest unread steps and wait for their results."""
+        """Remove the `count` oldest unread steps from the queue and wait for their results."""
         launched, self.unread = self.unread[:count], self.unread[count:]
         return [entry.read() for entry in launched]
 
     def _account(self, finished: Sequence[FinishedStep]) -> None:
-        """Count and log finished steps; the same on all ranks.
+        """Count and log finished steps, equally on all ranks.
 
         Raises:
-            TrainingStopped: too many in a row were skipped.
+            TrainingStopped: too many consecutive steps were skipped.
         """
         state, trainer = self.state, self.config.trainer
         speed: Record = {}
@@ -337,7 +341,7 @@ class Trainer:
         )
 
     def ensure_saved(self) -> None:
-        """Wait until the newest step's checkpoint, the last of this process, is on the disk.
+        """Wait until the newest step's checkpoint, the last of this process, is on disk.
 
         Raises:
             TrainingStopped: it could not be written.
@@ -355,7 +359,7 @@ class Trainer:
         self.logger.close()
 
     def _finish(self) -> None:
-        """Write the last step's files, where a resumed or killed run still lacks them, and the summary.
+        """Write the last step's files that a resumed or killed run still lacks, and the summary.
 
         Raises:
             TrainingStopped: the last checkpoint or export could not be written.
@@ -376,8 +380,8 @@ class Trainer:
 def build_features(trainer: Trainer) -> list[Callback]:
     """Return the features of a run in the order in which each hook calls them.
 
-    Those that look at a step come after those that change it. Between steps an evaluation's results come
-    before the export whose card shows them, and exports before the suites and pushes that read them.
+    Features that read a step come after those that change it. Between steps, an evaluation comes before the
+    export, whose card shows its results. Exports come before the suites and pushes that read them.
     """
     config = trainer.config
     features: list[Callback] = [trainer.bad_steps]
@@ -396,11 +400,12 @@ def build_features(trainer: Trainer) -> list[Callback]:
 
 
 def readable_late(steps: Sequence[int], periods: Sequence[int]) -> int:
-    """Return how many of the unread `steps`, from the oldest on, are to be read now for the log alone.
+    """Return how many of the unread `steps`, oldest first, to read now only for the log.
 
     Reading waits for the device, and nothing else does. So results are read one step late, when the next
-    step's kernels are queued; and at most READ_EVERY steps late, since a request to stop arrives with a
-    result, and a batch system grants minutes.
+    step's
+    kernels are queued. They are read at most READ_EVERY steps late, because a request to stop arrives with a
+    result and a batch system grants only minutes.
     """
     before = len(steps) - 1
     return before if before and any(_divides(every, steps[-2]) for every in periods) else 0
@@ -419,9 +424,9 @@ def _throughput(plan: RunPlan, device: torch.device) -> Throughput:
 
 @contextmanager
 def _existing_objects_not_collected() -> Iterator[None]:
-    """Inside, exclude existing objects from garbage collection.
+    """Exclude existing objects from garbage collection inside the `with` block.
 
-    They are half a million by now: a full pass takes 0.3 s and stalls ranks at different steps.
+    There are about half a million: a full collection takes 0.3 s and stalls ranks at different steps.
     """
     gc.collect()
     gc.freeze()

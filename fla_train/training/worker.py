@@ -1,9 +1,10 @@
-"""One rank of a run: `fla_train.training.worker PLAN` (`module_command`), started by the agent.
+"""Run one rank of a run: `fla_train.training.worker PLAN` (`module_command`), started by the agent.
 
-Without arguments it imports and waits for them (`import_ahead`).
-Ranks that torchrun or accelerate start come here through `fla-train`. Stdout and stderr go to train.log of
-rank 0 and logs/rank-N.log of the others; rank 0 keeps the terminal for progress. A failure is written to the
-file that TORCHELASTIC_ERROR_FILE names, which torch's agents read.
+Without arguments the process imports and waits for them (`import_ahead`). Ranks of torchrun or accelerate
+arrive through `fla-train`. Stdout and stderr go to train.log on rank 0 and to logs/rank-N.log on others; rank
+0
+keeps the terminal for progress. A failure is written to the file in TORCHELASTIC_ERROR_FILE, which torch's
+agents read.
 """
 
 import json
@@ -33,11 +34,12 @@ if TYPE_CHECKING:  # they import torch, and a request to stop must be handled be
     from fla_train.training.plan import RunPlan
     from fla_train.training.run_folder import RunFolder
 
-RETRY, FINAL = 1, 2  # exit statuses: another start may help; it would fail in the same way
+# Exit statuses: another start may help (RETRY), or would fail again (FINAL).
+RETRY, FINAL = 1, 2
 
 
 def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
-    """Leave the failure as one line for the agent, and whole in the log, as far as disks have room.
+    """Write the failure as one line for the agent, and in full to the log, as far as disks have space.
 
     Returns:
         This rank's exit status.
@@ -50,28 +52,31 @@ def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
 def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> int:
     line, final = describe_failure(failure, config)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # in one move: the agent may look at any moment
+        # Write the file atomically, because the agent may read it at any moment.
+        with suppress(OSError):
             write_whole(Path(file), json.dumps({"message": line, "timestamp": int(time.time())}))
     return FINAL if final else RETRY
 
 
 def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
-    """`train` with this process's output in the rank's log; ends the process."""
+    """Run `train` with this process's output in the rank's log, then end the process."""
     from fla_train.training.run_folder import RunFolder
 
     try:
         console = redirect_output(RunFolder(Path(plan.config.run.dir)).log(int(os.environ["RANK"])))
     except OSError as failure:
-        os._exit(_leave_line(failure))  # without a traceback: there is no log for it
+        # Report without a traceback, because it has no log file yet.
+        os._exit(_leave_line(failure))
     try:
         finished = train(plan, console, request, timeline)
     except BaseException as failure:
         status = report(failure, plan.config)
         with suppress(OSError):
             if console.isatty():
-                console.write("\n")  # below the bar
+                console.write("\n")  # below the progress bar
             sys.stderr.flush()
-        os._exit(status)  # without waiting for communication threads that wait for the other ranks
+        # Do not wait for communication threads, which wait for the other ranks.
+        os._exit(status)
     with suppress(OSError):
         console.flush()
     import torch.distributed as dist
@@ -81,10 +86,10 @@ def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
 
 
 def train(plan: "RunPlan", console: TextIO, request: StopRequest, timeline: Timeline) -> bool:
-    """Train as the rank that the environment names; False when `request` ended it before the last step.
+    """Train as the rank that the environment names. Return False if `request` ended it early.
 
     Args:
-        timeline: of the start, whose phases are logged after the first step.
+        timeline: phases of the start, logged after the first step.
     """
     import torch.distributed as dist
 
@@ -100,7 +105,8 @@ def train(plan: "RunPlan", console: TextIO, request: StopRequest, timeline: Time
     folder = RunFolder(Path(config.run.dir))
     watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
     data = plan.open_data()
-    # Drawing the weights takes one core for seconds. What runs beside it leaves the global random state.
+    # Draw the weights in a thread, because that occupies one core for seconds. Concurrent work must not use
+    # the global random state.
     thread = ThreadPoolExecutor(1, "model")
     building = thread.submit(build_model, config, data, fresh=True)
     join(on_gpu=config.launch.device == "cuda")
@@ -126,12 +132,12 @@ def train(plan: "RunPlan", console: TextIO, request: StopRequest, timeline: Time
 
 
 def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
-    """Refuse to train with kernels that disagree with the fp64 reference on this machine.
+    """Check that the kernels agree with the fp64 reference on this machine.
 
-    Not in the launcher, which would start CUDA and load the kernels for that alone: seconds.
+    The launcher does not check it, because starting CUDA and loading the kernels there would cost seconds.
 
     Raises:
-        ValueError: with the report's verdict, and how to train all the same.
+        ValueError: contains the report's verdict, and how to train despite it.
     """
     import torch
 
@@ -159,7 +165,7 @@ def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
 
 
 def _record(plan: "RunPlan", folder: "RunFolder", resume: Path | None, log: Callable[[str], None]) -> None:
-    """Write what is written once a start, and log where it begins."""
+    """Write the files of a start, and log the step at which it begins."""
     from fla_train.training import checkpoint
     from fla_train.training.config import to_yaml
     from fla_train.training.plan import plan_lines
@@ -184,7 +190,8 @@ def _record(plan: "RunPlan", folder: "RunFolder", resume: Path | None, log: Call
 def main() -> None:
     die_with_parent(int(os.environ["FLA_TRAIN_LAUNCHER"]))
     end_without_collecting()
-    request = StopRequest()  # before the imports, which take seconds
+    # Handle requests before the imports, which take seconds.
+    request = StopRequest()
     given = wait_for_arguments() if len(sys.argv) == 1 else time.time()
     timeline = Timeline(float(os.environ[BEGAN]))
     timeline.mark("launcher", at=given)
