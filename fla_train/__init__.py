@@ -1,11 +1,11 @@
-"""fla_train: pretrain (Gated) DeltaNet and (Gated) DeltaProduct language models.
+"""Pretrain (Gated) DeltaNet and (Gated) DeltaProduct language models.
 
     config = fla_train.compose("debug=smoke", "trainer.max_steps=20")
     run = fla_train.train(config)
 
-The Python API (`API`, docs/python.md) is imported when it is first used, since that takes seconds.
+The Python API (`API`, docs/python.md) is imported on first use, because that takes seconds.
 
-`kernels`, `eval` and `configs` are links to the folders of these names beside this package
+`kernels`, `eval` and `configs` are links to the folders with these names next to this package
 (docs/architecture.md).
 """
 

@@ -1,9 +1,9 @@
-"""The Python API, which `import fla_train` offers: compose a config, build data and model, train.
+"""Provide the Python API, which `import fla_train` offers: compose a config, build data and model, train.
 
     config = fla_train.compose("debug=smoke", "trainer.max_steps=20")
     run = fla_train.train(config)
 
-`fla-train` calls `train`, too, so that a notebook does what the command does (docs/python.md).
+`fla-train` also calls `train`, so that a notebook behaves like the command (docs/python.md).
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ if TYPE_CHECKING:  # takes seconds to import
 
 
 def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
-    """The config that `fla-train OVERRIDES...` would train; its fields may be changed.
+    """Return the config that `fla-train OVERRIDES...` would train. Its fields may be changed.
 
     Args:
-        overrides: as on the command line: `"model=delta_net/tiny"`, `"optimizer.lr=1e-3"`.
-        config_dir: a folder of further options, as of `--config-dir`.
+        overrides: overrides as on the command line: `"model=delta_net/tiny"`, `"optimizer.lr=1e-3"`.
+        config_dir: a folder of further options, as with `--config-dir`.
 
     Raises:
-        ValueError: naming every override that does not fit.
+        ValueError: names every override that does not fit.
     """
     if other := [text for text in overrides if not isinstance(text, str)]:
         raise ValueError(f"overrides are strings, compose('a=1', 'b=2'): got {other[0]!r}")
@@ -47,18 +47,19 @@ def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
 
 
 def train(config: TrainConfig) -> Run | None:
-    """Train `config` to its end, in processes of their own, as `fla-train` does; a run that is there resumes.
+    """Train `config` to its end in separate processes, as `fla-train` does. An existing run resumes.
 
-    Call it in the main thread. Ctrl-C has the workers save a checkpoint and end; a second one kills them.
+    Call it in the main thread. Ctrl-C makes the workers save a checkpoint and end; a second Ctrl-C kills
+    them.
 
     Returns:
         The finished run; None for a `dry_run`.
 
     Raises:
-        ValueError: the config, the data or the run folder does not allow it; nothing was started.
+        ValueError: the config, the data or the run folder has an error; nothing was started.
         TrainingFailed: workers failed; the message is the line that `fla-train` prints.
-        Preempted: a signal or Ctrl-C came, and a checkpoint has been saved.
-        KeyboardInterrupt: Ctrl-C came while no workers ran, or a second time.
+        Preempted: a signal or Ctrl-C arrived, and a checkpoint has been saved.
+        KeyboardInterrupt: Ctrl-C arrived while no workers ran, or a second time.
     """
     if config.trainer.suite_every:
         check_suite(config.trainer.suite, config.trainer.suite_options)
@@ -67,9 +68,9 @@ def train(config: TrainConfig) -> Run | None:
 
 
 def build_data(config: TrainConfig) -> Dataset | PackedDataset | TaskSequences:
-    """The training sequences of `config`; text is tokenized first if it has not been.
+    """Return the training sequences of `config`, after tokenizing its text if necessary.
 
-    `.sequences(indices)` gives those of int64 numbers [n], in the order of training: token ids
+    `.sequences(indices)` returns the sequences with int64 numbers [n], in the order of training: token ids
     [n, trainer.seq_len], inputs and labels [2, n, T] of a task, or a packed `Batch` with document bounds.
 
     Raises:
@@ -80,7 +81,9 @@ def build_data(config: TrainConfig) -> Dataset | PackedDataset | TaskSequences:
 
 
 def build_model(config: TrainConfig) -> "PreTrainedModel":
-    """The model that training `config` starts from: weights by `seed` or of `init_from`, fp32, on the CPU.
+    """Build the model from which training `config` starts, in fp32 on the CPU.
+
+    Its weights depend on `seed`, or come from `init_from`.
 
     Raises:
         ValueError: the config, its data (which decide the vocabulary) or the weights can't be used.
@@ -92,10 +95,10 @@ def build_model(config: TrainConfig) -> "PreTrainedModel":
 
 
 def check_suite(suite: str, options: Sequence[str]) -> None:
-    """Check the request that training will make of `fla-eval` every `trainer.suite_every` steps.
+    """Check the `fla-eval` request that training makes every `trainer.suite_every` steps.
 
     Raises:
-        ValueError: it would be refused then.
+        ValueError: `fla-eval` would reject it.
     """
     register_eval()
     try:

@@ -21,7 +21,7 @@ from fla_train.utils.overrides import flat
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
 
-if TYPE_CHECKING:  # each takes a second to import
+if TYPE_CHECKING:  # each import needs a second
     import pandas
     from matplotlib.figure import Figure
     from transformers import PreTrainedModel
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class Run:
-    """A run that `fla-train` or `fla_train.train` has begun.
+    """Read a run that `fla-train` or `fla_train.train` has started.
 
     Attributes:
         path: the folder.
-        name: what plots and tables call the run.
+        name: name of the run in plots and tables.
         files: paths inside the folder.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder does not hold a run.
     """
 
     def __init__(self, folder: str | Path):
@@ -53,23 +53,23 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """The config of the newest start, with every number filled in.
+        """Return the config of the newest start, with every value filled in.
 
         Raises:
             OSError: the run has not been started.
-            ValueError: another version wrote it with other keys.
+            ValueError: it has keys of another version.
         """
         return read_plan(self.files.plan).config
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of `config` by dotted key, whatever version wrote them; config.yaml fills in."""
+        """Return the values of `config` by dotted key, of any version, or those of config.yaml."""
         resolved = self._read_plan().get("config")
         return dict(flat(resolved if isinstance(resolved, dict) else read_saved(self.files.config)))
 
     @property
     def model_name(self) -> str:
-        """Architecture and number of parameters: `gla/50m`, `delta_net/0.3m`."""
+        """Return architecture and number of parameters: `gla/50m`, `delta_net/0.3m`."""
         model = {k.removeprefix("model."): v for k, v in self.settings.items() if k.startswith("model.")}
         name = architecture(model)
         if (count := self.parameters) is None:
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def parameters(self) -> int | None:
-        """Number of parameters, by plan.json; None if that is missing or damaged."""
+        """Return the number of parameters from plan.json; None if that is missing or damaged."""
         count = self._read_plan().get("parameters_held")
         return count if isinstance(count, int) else None
 
@@ -91,24 +91,24 @@ class Run:
 
     @property
     def records(self) -> list[Record]:
-        """The lines of metrics.jsonl, in its order."""
+        """Return the records of metrics.jsonl in order."""
         return read_metrics(self.files.metrics)
 
     @property
     def metrics(self) -> "pandas.DataFrame":
-        """metrics.jsonl as a table: a row for each step, a column for each key of docs/metrics.md."""
+        """Return metrics.jsonl as a table: a row for each step, a column for each key of docs/metrics.md."""
         import pandas
 
         return pandas.DataFrame(self.records or {"step": []}).groupby("step").last()
 
     @property
     def step(self) -> int:
-        """The last step that has a record."""
+        """Return the last step that has a record."""
         return int(max((record["step"] for record in self.records), default=0))
 
     @property
     def status(self) -> str:
-        """`running`, `finished` (with its export and plot) or `stopped`."""
+        """Return `running`, `finished` (with its export and plot) or `stopped`."""
         if is_locked(self.files):
             return "running"
         step = self.step
@@ -118,33 +118,33 @@ class Run:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints that were kept, by step."""
+        """Return the kept checkpoints by step."""
         return {step_of(path.name): path for path in self.files.store.list()}
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The kept checkpoint with the lowest validation loss; the newest if no loss is known."""
+        """Return the kept checkpoint with the lowest validation loss, or the newest if no loss is known."""
         kept, records = self.checkpoints, self.records
         losses = {r["step"]: r["validation_loss"] for r in records if r.get("validation_loss") is not None}
         best = min(kept.keys() & losses.keys(), key=losses.__getitem__, default=max(kept, default=None))
         return kept.get(best)
 
     def plot(self, metric: str = "loss") -> "Figure":
-        """A metric against training tokens; with the training loss also the validation loss.
+        """Plot a metric against training tokens. The training loss comes with the validation loss.
 
         Raises:
-            ValueError: the run has no such metric.
+            ValueError: the run does not have this metric.
         """
         return draw_losses([self.path], metric=metric)
 
     def model(self, checkpoint: int | Path | None = None, device: str = "cpu") -> "PreTrainedModel":
-        """The trained model, in eval mode: the newest export, or the weights of one of `checkpoints`.
+        """Load the trained model in eval mode: the newest export, or the weights of one of `checkpoints`.
 
         Args:
             checkpoint: a step of `checkpoints`, or its folder; None: the newest export.
 
         Raises:
-            ValueError: there is no export or no such checkpoint, or files are missing or damaged.
+            ValueError: the export or the checkpoint does not exist, or files are missing or damaged.
         """
         from fla_train.hub.load import load_weights
 
@@ -165,10 +165,10 @@ class Run:
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Run]:
-    """The runs at or below these folders, sweeps in sweeps too; numbers in names in their order.
+    """Return the runs in or below these folders, including nested sweeps, in natural order of names.
 
     Raises:
-        ValueError: a folder does not exist or holds no run.
+        ValueError: a folder does not exist or does not hold a run.
     """
     found: dict[Path, Run] = {}
     for place in map(os.path.expanduser, places):
@@ -185,7 +185,7 @@ def find_runs(places: Iterable[str | Path]) -> list[Run]:
 
 
 def _is_readable(folder: Path) -> bool:
-    """Whether a folder's config is a run's; of another one, or a damaged one, a warning says so."""
+    """Return whether a folder's config belongs to a run. Warn if it is damaged or something else."""
     try:
         if "trainer.max_steps" in Run(folder).settings:
             return True
@@ -199,7 +199,7 @@ def _is_readable(folder: Path) -> bool:
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the settings of each run that not all runs share, by dotted key.
 
-    Folders and machines do not count, nor do keys that a run does not have.
+    Folders and machines do not count, and neither do keys that a run does not have.
     """
     settings = [run.settings for run in runs]
     names = dict.fromkeys(name for values in settings for name in values)
@@ -213,5 +213,5 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts job 10 after job 9."""
+    """Return a sort key that puts job 10 after job 9."""
     return [(int(digits or 0), text) for digits, text in re.findall(r"(\d+)|(\D+)", str(path))]

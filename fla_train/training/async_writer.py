@@ -6,9 +6,8 @@ Training therefore does not wait for Python's lock, checksums or slow disks. The
 standard library, starts within 0.1 s, needs little memory, and ends with its trainer.
 
 The ranks' writers share only the folder that they write. Each writer saves `part-R.json`, the manifest
-entries
-of its files, once the files are on disk. Rank 0's writer waits for these files of the other ranks, writes the
-manifest and renames the folder. It gives up when its trainer sends the error of another rank.
+entries of its files, once the files are on disk. Rank 0's writer waits for these files of the other ranks,
+writes the manifest and renames the folder. It gives up when its trainer sends the error of another rank.
 """
 
 import hashlib

@@ -212,8 +212,7 @@ class CheckpointStore:
 
         Args:
             resume: `trainer.resume`: auto, none or a path. A run that started from this path continues from
-                its
-                newest checkpoint, so that a batch system may repeat the same command.
+                its newest checkpoint, so that a batch system may repeat the same command.
             warn: receives one line for each checkpoint that `auto` skips.
 
         Raises:

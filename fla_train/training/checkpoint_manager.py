@@ -71,8 +71,7 @@ class CheckpointManager:
     A save copies the state to a staging buffer, from which the rank's async writer writes it. On a GPU the
     copy overlaps with the forward and backward pass of the next step and ends before its update. A save that
     fails (disk full, writer process killed) is reported. The earlier checkpoints stay, and the next save
-    tries
-    again.
+    tries again.
 
     Args:
         engine: DeepSpeed's engine.

@@ -2,8 +2,7 @@
 
 The comments in the YAML files state units and defaults. To add a key, add one field in this module, whose
 `key(...)` names its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or
-a
-wrong type fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
+a wrong type fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
 """
 
 import math

@@ -88,8 +88,7 @@ def reduce_in_bf16(model: nn.Module) -> None:
     """Let DeepSpeed's hooks reduce the gradients of all parameters in bf16.
 
     Under torch's autocast the hooks ignore `communication_data_type`. They read an attribute of each
-    parameter
-    instead, which DeepSpeed's config can set only for whole classes of modules.
+    parameter instead, which DeepSpeed's config can set only for whole classes of modules.
     """
     for parameter in model.parameters():
         parameter.comm_dtype = torch.bfloat16
@@ -99,8 +98,7 @@ def collect_gradients(zero) -> None:
     """Collect one contiguous gradient per parameter for one rank's `FlatAdamW`.
 
     A parameter without a gradient gets zeros. Gradients of a CUDA graph may have any strides, and two
-    parameters
-    may share one tensor.
+    parameters may share one tensor.
     """
     assert dist.get_world_size() == 1
     taken = set()

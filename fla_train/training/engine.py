@@ -128,8 +128,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
 
     The environment is that of a rank, as `join` reads it. This package handles learning rate, data and
     checkpoints itself, because accelerate's scheduler steps once per process and its loader state is not per
-    rank.
-    The number of ranks comes from torch.distributed only: on a CPU accelerate may see a single process.
+    rank. The number of ranks comes from torch.distributed only: on a CPU accelerate may see a single process.
     """
     on_gpu = config.launch.device == "cuda"
     if on_gpu:

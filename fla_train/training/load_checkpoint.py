@@ -1,9 +1,8 @@
 """Load a checkpoint into an engine: read its files without running code, and reshard the optimizer state.
 
 A pickle can call any function while it is read, and a checkpoint may come from someone else. Its checksums
-only
-prove that nobody changed it after it was written. Files may therefore hold only tensors, plain values and the
-types in ALLOWED.
+only prove that nobody changed it after it was written. Files may therefore hold only tensors, plain values
+and the types in ALLOWED.
 
 Resharding: ZeRO-2 flattens each parameter group and gives every rank an equal partition of it. A checkpoint
 holds, for each rank, the partitions of Adam's moments (of Muon's momentum) and a map from parameter to
@@ -56,10 +55,9 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     """Restore `engine` and this rank's random states from the checkpoint `folder`. Every rank calls it.
 
     The restored state is exact if the number of ranks has not changed. If the number differs, weights and
-    moments
-    are equal, sums over ranks round differently, and a rank beyond the saved ones uses the random states of a
-    saved one. Weight decay, betas and similar settings stay those of `engine`, because a config may change
-    them.
+    moments are equal, sums over ranks round differently, and a rank beyond the saved ones uses the random
+    states of a saved one. Weight decay, betas and similar settings stay those of `engine`, because a config
+    may change them.
 
     Raises:
         ValueError: it belongs to another model, or a file holds more than tensors and plain values.

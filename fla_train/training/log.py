@@ -236,8 +236,7 @@ def open_sinks(
     """Open metrics.jsonl and the views that the config names, and continue them after `state.step`.
 
     A resumed run keeps its W&B id, which is stored in `state`. A view that can't be opened is logged and left
-    out
-    until the next start.
+    out until the next start.
 
     Raises:
         SinkRefused: a new run names a view whose package or login is missing.

@@ -35,8 +35,7 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
     """Draw a metric of several runs against training tokens, so that runs with different batches compare.
 
     The training loss (line) comes with the validation loss (points) and the data's unigram entropy (dashes).
-    A
-    dotted line marks each resume.
+    A dotted line marks each resume.
 
     Args:
         runs: run folders.

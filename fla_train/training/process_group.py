@@ -129,8 +129,7 @@ def interface_towards(host: str) -> str | None:
     """Return the network interface from which `host` is reached, such as `eth0`; None: unknown.
 
     Gloo would use the address to which this machine's name resolves. Other machines may not reach that
-    address,
-    or it may not exist.
+    address, or it may not exist.
 
     Raises:
         ValueError: `host` does not resolve.

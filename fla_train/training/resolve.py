@@ -43,8 +43,7 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     Args:
         request: a composed config, which is not changed.
         data: `prepare` missing data; `find` data on this machine without fetching or writing anything;
-            `none`:
-            plan without data and without a run folder.
+            `none`: plan without data and without a run folder.
 
     Raises:
         ValueError: the request, the run folder or the data have errors, listed one per line.

@@ -129,8 +129,7 @@ class RunLock:
     """Lock a run folder against other trainers while this process lives.
 
     Both the folder and its `.lock` are locked: deleting the file does not unlock the folder, and not every
-    file
-    system can lock folders.
+    file system can lock folders.
 
     Raises:
         ValueError: another trainer holds it, or the folder is not writable.

@@ -403,9 +403,8 @@ def readable_late(steps: Sequence[int], periods: Sequence[int]) -> int:
     """Return how many of the unread `steps`, oldest first, to read now only for the log.
 
     Reading waits for the device, and nothing else does. So results are read one step late, when the next
-    step's
-    kernels are queued. They are read at most READ_EVERY steps late, because a request to stop arrives with a
-    result and a batch system grants only minutes.
+    step's kernels are queued. They are read at most READ_EVERY steps late, because a request to stop arrives
+    with a result and a batch system grants only minutes.
     """
     before = len(steps) - 1
     return before if before and any(_divides(every, steps[-2]) for every in periods) else 0

@@ -2,8 +2,7 @@
 
 Without arguments the process imports and waits for them (`import_ahead`). Ranks of torchrun or accelerate
 arrive through `fla-train`. Stdout and stderr go to train.log on rank 0 and to logs/rank-N.log on others; rank
-0
-keeps the terminal for progress. A failure is written to the file in TORCHELASTIC_ERROR_FILE, which torch's
+0 keeps the terminal for progress. A failure is written to the file in TORCHELASTIC_ERROR_FILE, which torch's
 agents read.
 """
 

@@ -1,1 +1,4 @@
-"""Helpers for all packages: files, locks, progress, devices, records. Imports nothing else of fla_train."""
+"""Provide helpers for all packages: files, locks, progress, devices, records.
+
+They import nothing else of fla_train.
+"""

@@ -1,10 +1,10 @@
-"""Torch device and dtype from the names that commands take."""
+"""Choose a torch device and dtype by the names that commands accept."""
 
 import torch
 
 
 def pick_device(name: str) -> str:
-    """`auto` is CUDA if there is one. Raises `ValueError` for a device that is not there."""
+    """Return the device of that name; `auto` prefers CUDA. Raise `ValueError` if it does not exist."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -17,7 +17,7 @@ def pick_device(name: str) -> str:
 
 
 def pick_dtype(name: str) -> torch.dtype | None:
-    """The torch type of that name; None for `auto`, the stored one."""
+    """Return the torch dtype of that name, or None for `auto`, which keeps the stored dtype."""
     known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
     if name not in known:
         raise ValueError(f"dtype={name} must be one of {', '.join(known)}")

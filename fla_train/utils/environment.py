@@ -1,4 +1,4 @@
-"""Describe the environment of a result: versions, hardware, commit, command. No environment variables."""
+"""Describe the environment of a result: versions, hardware, commit, command. Omit environment variables."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ from pathlib import Path
 import fla_train
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "datasets", "lm-eval", "numpy")
-PEERS = ("flash-linear-attention", "flash-qla", "tilelang", "attn-gym", "liger-kernel")  # where installed
+PEERS = ("flash-linear-attention", "flash-qla", "tilelang", "attn-gym", "liger-kernel")  # if installed
 
 
 def describe_environment(device: str) -> dict:
-    """The description as plain JSON; `device` is where the work runs (`cpu`, `cuda`, `cuda:1`, ...)."""
+    """Return the description as plain JSON. `device` runs the work (`cpu`, `cuda`, `cuda:1`, ...)."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -33,7 +33,7 @@ def describe_environment(device: str) -> dict:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout this package runs from, `-dirty` when files differ; None outside a checkout."""
+    """Return the commit of the checkout, with `-dirty` if files differ; None outside a checkout."""
     root = Path(fla_train.__file__).parents[1]
     if not (root / ".git").exists():
         return None
@@ -46,7 +46,7 @@ def git_commit() -> str | None:
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package, without importing it; None: there is none."""
+    """Return the version of a package without importing it, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -58,12 +58,13 @@ def _peers() -> dict[str, str]:
 
 
 def _hardware(device: str) -> str:
-    """The model of the GPU, or the processor as far as the system names it."""
-    import torch  # seconds, which `--version` does not need
+    """Return the model of the GPU, or of the processor as far as the system names it."""
+    import torch  # imports for seconds, and `--version` does not need it
 
     if device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform names the instruction set there, and no processor
+    # This is for Linux, where `platform` returns the instruction set there instead of the processor.
+    cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return named[1] if named else platform.processor() or platform.machine()

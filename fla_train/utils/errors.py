@@ -1,10 +1,10 @@
-"""An error that tells callers whether another attempt may succeed, and any error as a line."""
+"""Define an error after which another attempt may succeed, and describe any error in one sentence."""
 
 
 class Interrupted(ValueError):
-    """The disk, the network or a process failed, not the request: the same command may succeed later."""
+    """Report a failure of disk, network or a process; a later attempt with the same request may succeed."""
 
 
 def described(error: Exception) -> str:
-    """The class and the message of another's error, in a line."""
+    """Return class and message of an exception of another library on a single line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""Files on disk: flush, atomic replacement of files and folders, size and sha256 of a folder's files."""
+"""Write files safely: flush, replace files and folders atomically, compare sizes and sha256."""
 
 import errno
 import hashlib
@@ -16,11 +16,11 @@ from fla_train.utils.locks import try_lock
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DELETING = ".deleting-"  # prefix of the name of a folder that is being deleted
+DELETING = ".deleting-"  # prefix of a folder that is being deleted
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's entries, before what is written next."""
+    """Flush a file's content or a folder's entries to disk, before anything is written after it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,7 +29,7 @@ def sync(path: Path) -> None:
 
 
 def reason(failure: BaseException) -> str:
-    """Why a write or a read failed, in one line: the system's words, if it is an `OSError` at heart."""
+    """Return why a write or a read failed: the system's message, if the cause is an `OSError`."""
     cause: BaseException | None = failure
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -39,7 +39,7 @@ def reason(failure: BaseException) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one move: a reader, even after a power cut, finds the old content or the new.
+    """Replace a file atomically. A reader sees the old or the new content, even after a power failure.
 
     Raises:
         OSError: the disk is full, or the folder can't be written.
@@ -66,13 +66,13 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def halves_of(path: Path) -> list[Path]:
-    """The files that a `write_whole` of `path` leaves if it is killed."""
+    """Return the files that a killed `write_whole` of `path` leaves."""
     number = slice(len(path.name) + 1, -len(".tmp"))
     return [aside for aside in path.parent.glob(f"{path.name}.*.tmp") if aside.name[number].isdecimal()]
 
 
 def move_folder(source: Path, target: Path) -> None:
-    """Put a finished folder in its place in one move, and flush the move. A former `target` is deleted first.
+    """Move a finished folder to `target` atomically, and flush the move. Delete a former `target` first.
 
     Raises:
         OSError: the parent folder can't be written.
@@ -83,13 +83,13 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete what is at `folder`, if anything; renamed first, so that a kill leaves none that looks complete.
+    """Delete a folder, if it exists. Rename it first, so that a kill leaves no folder that looks complete.
 
-    What can't be deleted (NFS keeps a file that a reader has open) stays in the folder with the prefix
-    `DELETING`. Overlays do not rename the folders of a lower layer (EXDEV): those are deleted in place, what
-    describes them first.
+    Files that can't be deleted (NFS keeps a file that a reader has open) stay in the folder with the prefix
+    `DELETING`. Overlays do not rename the folders of a lower layer (EXDEV). Those are deleted in place,
+    starting with the files that describe them.
     """
-    if os.path.lexists(folder):  # a link to nothing is in the way, too
+    if os.path.lexists(folder):  # a dangling link also blocks the path
         doomed = folder.with_name(DELETING + folder.name)
         delete(doomed)
         try:
@@ -104,7 +104,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder with its content, or a file or link by itself, as far as the system allows."""
+    """Delete a folder with its content, a file, or a link but not its target, as far as the system allows."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -116,10 +116,9 @@ def delete(path: Path) -> None:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that replaces `folder` if the block succeeds and is deleted if it fails.
 
-    Where `folder` is a link, what it leads to is replaced.
-
-    One writer at a time, by a lock on the hidden folder, whose name is fixed, so that the next call finds
-    what a killed process left. The former `folder` is kept until the new one is in its place.
+    If `folder` is a link, its target is replaced. A lock on the hidden folder allows only one writer. The
+    name of the hidden folder is fixed, so that the next call finds the remains of a killed process. The
+    former `folder` is kept until the new one has replaced it.
 
     Raises:
         ValueError: another process writes `folder`.
@@ -131,7 +130,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     lock = os.open(aside, os.O_RDONLY)
     try:
         mine = try_lock(lock) and aside.exists() and os.path.samestat(os.stat(aside), os.fstat(lock))
-        if not mine:  # another process holds it, or has just put it in place
+        # A concurrent process holds it, or has just moved it to `folder`.
+        if not mine:
             raise ValueError(f"another process writes {folder}: wait for it, or give another folder")
         _restore(folder, former)
         for rest in aside.iterdir():
@@ -151,31 +151,31 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def _restore(folder: Path, former: Path) -> None:
-    """Put the former folder back if nothing took its place; else delete it."""
+    """Restore the former folder if no new one replaced it, otherwise delete it."""
     if former.exists() and not folder.exists():
         os.replace(former, folder)
     shutil.rmtree(former, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
+    """Return the hex digest of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def describe(path: Path) -> dict[str, int | str]:
-    """`{"bytes": size, "sha256": hex}` of a file, which `find_damage` compares."""
+    """Return `{"bytes": size, "sha256": hex}` of a file, for `find_damage`."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def find_damage(
     folder: Path, files: Mapping[str, Mapping[str, Any]], *, hashed_bytes: float = math.inf
 ) -> str | None:
-    """The first file that differs from its description, and how; None if all are as described.
+    """Return the first file that differs from its description, and how; None if all files match.
 
     Args:
-        files: name in `folder` -> what `describe` returned.
-        hashed_bytes: of files up to this size compare the checksums, too; of larger ones the sizes only.
+        files: name in `folder` -> result of `describe`.
+        hashed_bytes: compare checksums only of files up to this size, and of larger files only sizes.
     """
     for name, described in files.items():
         path = folder / name
@@ -186,6 +186,6 @@ def find_damage(
                 return f"{name} has {size} bytes instead of {described['bytes']}"
             if size <= hashed_bytes and sha256(path) != described["sha256"]:
                 return f"{name} has a wrong checksum"
-        except OSError as error:  # it may have been deleted meanwhile
+        except OSError as error:  # another process may have deleted it
             return f"{name} can't be read ({error.strerror})"
     return None

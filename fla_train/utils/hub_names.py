@@ -1,8 +1,8 @@
-"""Names of repositories on the Hub."""
+"""Check names of repositories on the Hub."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a repository of the Hub can be called `name`: `user/model`, or `model` alone; no path can."""
+    """Return whether `name` can be a repository of the Hub: `user/model` or `model`, not a path."""
     from huggingface_hub.errors import HFValidationError  # not needed for --help
     from huggingface_hub.utils import validate_repo_id
 

@@ -1,8 +1,8 @@
-"""Workers that import while the launcher still composes and checks the config.
+"""Start workers that import modules while the launcher still composes and checks the config.
 
 Torch, models and trainer take seconds to import, in the launcher and again in a worker. `importing_workers`
-starts the workers with the command, as many as it is likely to need; `start_worker` gives the next one its
-arguments once they are known. Those of a restart import when they are started.
+starts as many workers as the command is likely to need. `start_worker` passes the next worker its arguments
+once they are known. The workers of a restart import when they are started.
 """
 
 import ctypes
@@ -22,8 +22,10 @@ from fla_train.utils.processes import available_cores, module_command
 
 COMMAND = module_command("fla_train.training.worker")
 AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer", "accelerate")
-CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # DeepSpeed reads it when it is imported
-GPU = "FLA_TRAIN_GPU"  # environment variable: the number of the GPU that a waiting worker opens
+# DeepSpeed reads these variables when it is imported.
+CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+# Environment variable with the number of the GPU that a waiting worker opens.
+GPU = "FLA_TRAIN_GPU"
 LONGEST_OPENING = 60.0  # seconds
 DEVICES = Path("/dev")
 
@@ -32,15 +34,15 @@ _waiting: list[tuple[Popen, dict[str, str]]] = []  # processes and their environ
 
 @contextmanager
 def importing_workers(overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Inside, workers import and wait for `start_worker`. Those that are not needed end with the block.
+    """Let workers import and wait for `start_worker` inside the `with` block. End unused workers after it.
 
     Args:
-        overrides: of the command. Those of `launch` tell how many workers to expect, and on what device;
-            without them it is one for each GPU, or one on the CPU.
+        overrides: overrides of the command. Those of `launch` set number and device of the expected
+            workers. The default is one worker for each GPU, or one on the CPU.
     """
     given = dict(text.split("=", 1) for text in overrides if "=" in text)
     gpus = 0 if given.get("launch.device") == "cpu" else _count_gpus()
-    # Threads that spin while they wait slow a shared CPU down; the library reads it when it is loaded.
+    # Threads that spin while they wait slow down a shared CPU. The library reads this when it is loaded.
     variables = {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
     variables |= CPU_ONLY if gpus == 0 else {}
     try:
@@ -58,7 +60,7 @@ def importing_workers(overrides: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _count_gpus() -> int:
-    """How many GPUs torch is likely to find, before it is imported: one under WSL (dxg) or of AMD (kfd)."""
+    """Return the likely number of GPUs before torch is imported: 1 under WSL (dxg) or with AMD (kfd)."""
     there = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(
         list(DEVICES.glob("dxg")) + list(DEVICES.glob("kfd"))
     )
@@ -67,16 +69,16 @@ def _count_gpus() -> int:
 
 
 def start_worker(command: Sequence[str], environment: Mapping[str, str]) -> Popen:
-    """Start `command` in a session of its own: as a worker that waits, if one does and it is for one.
+    """Start `command` in a new session. Use a waiting worker if `command` is a worker.
 
-    One that has imported for another device than the environment names is not used.
+    A worker that has imported for a device other than the environment's is not used.
     """
     if list(command[: len(COMMAND)]) == COMMAND:
         while _waiting:
             worker, own = _waiting.pop(0)
             if worker.poll() is None and all(own.get(name) == environment.get(name) for name in CPU_ONLY):
                 message = json.dumps([command[len(COMMAND) :], dict(environment), time.time()])
-                with suppress(BrokenPipeError):  # it has died, which the agent sees
+                with suppress(BrokenPipeError):  # the worker has died, which the agent sees
                     worker.stdin.write(message.encode() + b"\n")
                     worker.stdin.close()
                 return worker
@@ -90,34 +92,38 @@ def _end(worker: Popen) -> None:
 
 
 def wait_for_arguments() -> float:
-    """In such a worker: import, open the GPU, then take arguments and environment from the launcher.
+    """Import modules, open the GPU, then receive arguments and environment from the launcher.
 
     Returns:
-        Unix time at which the launcher gave them.
+        Unix time at which the launcher sent them.
     """
     opening = Thread(target=_open_gpu, daemon=True)
     opening.start()
-    gc.disable()  # searching what is imported for garbage takes a seventh of the time
+    # Collecting garbage while importing would cost a seventh of the time.
+    gc.disable()
     for name in AHEAD:
-        with suppress(Exception):  # comes again where it goes to the log
+        # The worker repeats the import later and logs its error.
+        with suppress(Exception):
             import_module(name)
     gc.enable()
-    opening.join(LONGEST_OPENING)  # the driver reads the environment, which is replaced below
+    # The driver reads the environment, which is replaced below.
+    opening.join(LONGEST_OPENING)
     line = sys.stdin.readline()
     if not line:
         sys.exit()  # the launcher has ended
     sys.argv[1:], environment, given = json.loads(line)
     os.environ.clear()
     os.environ.update(environment)
-    if (torch := sys.modules.get("torch")) is not None:  # which has read the variable already
+    # Torch has already read the variable.
+    if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return given
 
 
 def _open_gpu() -> None:
-    """Make the context that torch will use: that takes a second, and runs beside imports (no Python lock).
+    """Create the context that torch will use. It needs a second, in parallel to the imports (no GIL).
 
-    Errors come again when torch uses the GPU.
+    Errors recur when torch uses the GPU.
     """
     with suppress(KeyError, OSError):
         number, cuda = int(os.environ[GPU]), ctypes.CDLL("libcuda.so.1")

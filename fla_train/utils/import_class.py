@@ -10,10 +10,11 @@ from fla_train.utils.errors import described
 
 
 def import_class(path: str, base: type, base_name: str) -> type:
-    """Return the class that `path` names; its module may lie in the current folder.
+    """Return the class that `path` names. Its module may be in the current folder.
 
     Raises:
-        ValueError: as `import_object`, or it is not a subclass of `base`, which the line calls `base_name`.
+        ValueError: as `import_object`, or it is not a subclass of `base`, which the message calls
+            `base_name`.
     """
     found = import_object(path)
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -22,14 +23,15 @@ def import_class(path: str, base: type, base_name: str) -> type:
 
 
 def import_object(path: str) -> Any:
-    """Return the object that `path` names; its module may lie in the current folder.
+    """Return the object that `path` names. Its module may be in the current folder.
 
     Raises:
-        ValueError: it does not exist, or importing its module failed; one line that begins with the path.
+        ValueError: it does not exist, or importing its module failed; the message begins with the path.
     """
     module, _, name = path.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # last: a queue.py there must not hide the standard library's
+        # Append the folder, so that a local queue.py does not hide the standard library's.
+        sys.path.append(os.getcwd())
     try:
         found = getattr(import_module(module), name, None)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Config keys that carry their rules: limits, choices, and what a resumed run may change.
+"""Declare config keys with their rules: limits, choices, and the changes that a resumed run allows.
 
     @dataclass
     class OptimizerConfig:
@@ -9,8 +9,8 @@
             if self.name == "muon" and self.lr == 0:
                 yield "lr=0 trains nothing: use a positive rate"
 
-`find_errors` checks all keys of a config and of its sections. `resume_rule` looks up what a resumed run does
-about a changed key.
+`find_errors` checks all keys of a config and of its sections. `resume_rule` returns how a resumed run treats
+a changed key.
 """
 
 import math
@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from omegaconf import MISSING
 
 AUTO = "auto"
-# What a resumed run does about a changed value: refuse it, ignore it, or log it. The prepared data decide
-# about `data` keys: a change that leads to other tokens is refused.
+# How a resumed run treats a changed value: raise an error (fixed), ignore it (free), or log it (logged). For
+# `data` keys, it raises an error if the change leads to other tokens.
 Rule = Literal["fixed", "free", "logged", "data"]
 LIMITS: dict[str, Callable[[float, float], bool]] = {
     "at least": lambda value, bound: value >= bound,
@@ -49,12 +49,12 @@ def key(
     """Declare a field of a config with its rules.
 
     Args:
-        factory: makes the default of a section, a list or a mapping.
+        factory: creates the default of a section, a list or a mapping.
         at_least, at_most, above, below: limits of a number, or of each number in a list. Null and, if the
             type allows text, "auto" are exempt.
         choices: the allowed values.
         classes: also allow an import path, `package.module:NAME`.
-        resume: what a resumed run may change; None: the rule of the section, and at the root `logged`.
+        resume: how a resumed run treats a change; None: the rule of the section, and at the root `logged`.
         rules: `resume` of single keys in an untyped section.
     """
     bounds = {"at least": at_least, "at most": at_most, "above": above, "below": below}
@@ -71,7 +71,7 @@ def key(
 
 
 def find_errors(config: Any, prefix: str = "") -> list[str]:
-    """List everything that is wrong with a config, one line each, starting with the dotted key.
+    """List all errors of a config, one line each, starting with the dotted key.
 
     A section's `check` runs once its keys are within their limits.
 
@@ -92,7 +92,7 @@ def find_errors(config: Any, prefix: str = "") -> list[str]:
 
 
 def require_valid(config: Any, prefix: str = "") -> None:
-    """Raise `ValueError` with all lines of `find_errors`, if there are any."""
+    """Raise `ValueError` with all errors of `find_errors`, if there is one."""
     if errors := find_errors(config, prefix):
         raise ValueError("\n  ".join(errors))
 

@@ -1,4 +1,4 @@
-"""File locks between processes that write the same folder, on one machine or on several that share a disk."""
+"""Lock files between processes that write one folder, on one machine or on several that share a disk."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from typing import IO
 
 @contextmanager
 def locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`, created if missing; wait while another process holds it.
+    """Hold an exclusive lock on the file `path`, created if missing. Wait while another process holds it.
 
     Raises:
         OSError: as `open_lock`, or the folder can't be created.
@@ -23,11 +23,12 @@ def locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             log(f"another process holds {path}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file, or dying, releases the lock
+        # Closing the file, or the end of the process, releases the lock.
+        yield
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a lock file, created if missing. A symbolic link is refused, so that its target is never touched.
+    """Open a lock file, created if missing. Reject a symbolic link, whose target must not be touched.
 
     Raises:
         OSError: the file can't be created, or `path` is a symbolic link.

@@ -1,4 +1,4 @@
-"""Hydra overrides as text: quote values, and flatten configs to dotted keys."""
+"""Write Hydra overrides as text: quote values, and flatten configs to dotted keys."""
 
 import json
 import re
@@ -14,24 +14,24 @@ NOT_TEXT = ("null", "true", "false", "nan", "inf")  # Hydra's grammar reads thes
 
 
 def escape(text: str) -> str:
-    """Escape `${` for OmegaConf, which reads the result as the same text. Backslashes escape each other."""
+    """Escape `${` so that OmegaConf reads the original text. Backslashes escape each other."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def quote(text: str) -> str:
     """Quote text for Hydra, which otherwise gives commas, quotes, brackets and `${` a meaning."""
-    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # backslashes escape quotes, too
+    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # backslashes also escape quotes
     trailing = len(text) - len(text.rstrip("\\"))
     return f"'{text}" + "\\" * trailing + "'"
 
 
 def assign(key: str, value: object) -> str:
-    """Return the override that gives a key this value: plain data, or a path."""
+    """Return the override that sets a key to this value, plain data or a path."""
     return f"{key}={_literal(value)}"
 
 
 def as_data(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with their values as plain data: nothing in them is interpolated.
+    """Return overrides with their values as plain data, without interpolation.
 
     Raises:
         ValueError: an override is not KEY=VALUE, but for example a flag, a sweep or a key of `hydra`.
@@ -45,7 +45,8 @@ def as_data(overrides: Sequence[str]) -> list[str]:
             raise ValueError(" ".join(str(failure).split())) from failure
         if parsed.is_sweep_override() or not re.fullmatch(r"\+{0,2}(?!hydra\b)[\w./-]+", key):
             raise ValueError(f"{text} is not an option of the form KEY=VALUE")
-        value = parsed.value()  # a number keeps its spelling: the key's type may be text
+        # A number keeps its spelling, because the key's type may be text.
+        value = parsed.value()
         words.append(text if isinstance(value, int | float) else assign(key, value))
     return words
 

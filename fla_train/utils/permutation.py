@@ -1,11 +1,11 @@
-"""Seeded permutations of a range that need no memory, and the mixing function behind our random draws."""
+"""Permute a range by seed without memory, and mix bits for this package's random draws."""
 
 import hashlib
 from functools import lru_cache
 
 import numpy as np
 
-_ROUNDS = 8  # of the Feistel network
+_ROUNDS = 8  # rounds of the Feistel network
 
 
 def mix(x: np.ndarray) -> np.ndarray:

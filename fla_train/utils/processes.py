@@ -1,4 +1,4 @@
-"""This process (its cores, memory and end), children that die with it, and commands beside training."""
+"""Manage this process (cores, memory, end), children that die with it, and background commands."""
 
 import atexit
 import ctypes
@@ -15,7 +15,7 @@ from fla_train.utils.ranks import local_world_size, without_ranks
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-POLL = 0.5  # seconds between looks at a command
+POLL = 0.5  # seconds between checks of a command
 _BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
 _RUN = "from fla_train.cli.{name} import main; main()"
 _MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -23,12 +23,12 @@ _ROOT = str(Path(__file__).parents[2])  # the folder that holds our package
 
 
 def available_cores() -> int:
-    """The number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores_of_rank() -> int:
-    """A rank's share of them, at least one; of a process that is no rank all."""
+    """Return a rank's number of cores, at least one. A process that is not a rank may use all."""
     return max(1, available_cores() // local_world_size())
 
 
@@ -42,28 +42,29 @@ def openmp_threads(default: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it dies, even by kill -9 (Linux).
+    """Make the kernel kill this process when its parent dies, even by kill -9 (Linux).
 
     Args:
-        parent: its id, to tell whether it died before this call.
+        parent: process id of the parent, to detect that it died before this call.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
+    # The parent died before the call above.
+    if os.getppid() != parent:
         os._exit(1)
 
 
 def end_without_collecting() -> None:
-    """Have this process end without looking for garbage: a second, with the objects of torch and models."""
+    """End this process without collecting garbage, which costs a second with torch and models."""
     atexit.register(gc.freeze)
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep the memory of freed tensors for the next ones, up to the most it has needed.
+    """Keep the memory of freed tensors in this process for later tensors.
 
-    The C library gives blocks of 32 MB and more back at once, and the system hands the next ones out page by
-    page as they are first written. That takes longer than what most operations do with them.
+    The C library returns blocks of 32 MB and more to the system at once, and the system provides new memory
+    page by page when it is first written. That takes longer than most operations on these tensors.
     """
     with suppress(AttributeError):  # only glibc has these settings
         mallopt = ctypes.CDLL(None).mallopt
@@ -72,7 +73,7 @@ def keep_freed_memory() -> None:
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """Return the command of a Python process that runs `code`, with `sys` imported and our package.
+    """Return the command of a Python process that runs `code`, with `sys` imported and this package.
 
     It imports nothing from the current folder (`-P`), whose `queue.py` would hide the standard library's.
     Folders that only this process has in `sys.path` come last.
@@ -88,11 +89,11 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def start_command(name: str, overrides: Sequence[str], log: Path, **variables: str) -> subprocess.Popen:
-    """Start `fla-NAME` as no rank of a run. It ends with this process, lest a restart finds it on its GPU.
+    """Start `fla-NAME` as a process that is not a rank. It ends with this process, to free its GPU.
 
     Args:
         log: file for its output.
-        variables: of its environment, besides those of this process.
+        variables: additional environment variables.
 
     Raises:
         OSError: `log` can't be written, or no process started.

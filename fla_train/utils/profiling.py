@@ -1,4 +1,4 @@
-"""Profile of one step: a trace, a table of its costliest operators, a snapshot of the GPU's memory."""
+"""Profile one step: a trace, a table of its costliest operators, a snapshot of the GPU's memory."""
 
 import logging
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from fla_train.utils.filesystem import reason
 
 logger = logging.getLogger(__name__)
 
-MEMORY_EVENTS = 100_000  # newest allocations and frees that a memory snapshot keeps
+MEMORY_EVENTS = 100_000  # newest allocations and frees in a memory snapshot
 
 
 @contextmanager
 def profiled(folder: Path, step: int, rank: int) -> Iterator[None]:
-    """Record what runs inside.
+    """Profile the code inside the `with` block.
 
     `step-N-rank-R.json` opens in https://ui.perfetto.dev, `...-memory.pickle` (GPU only) in
-    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators. What a full
-    disk refuses is left out, with a line in the log.
+    https://pytorch.org/memory_viz, and `...-operators.txt` is a table of the costliest operators. Files that
+    a full disk rejects are left out, and the error is logged.
     """
     stem = folder / f"step-{step:07d}-rank-{rank}"
     on_gpu = torch.cuda.is_available()

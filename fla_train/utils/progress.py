@@ -1,4 +1,4 @@
-"""Progress of data preparation: a bar on a terminal, else a log line every minute."""
+"""Show progress of data preparation: a bar on a terminal, otherwise a log line every minute."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,12 @@ LINE_SECONDS = 60.0
 
 
 class Progress:
-    """Counts the work done.
+    """Count and show completed work.
 
     Args:
         total: the amount of work; None if it is unknown.
-        unit: of the work: "B", bytes of files, "tok", tokens, or "doc", documents.
-        log: receives the lines where there is no terminal.
+        unit: "B", bytes of files, "tok", tokens, or "doc", documents.
+        log: receives the lines without a terminal.
         show: False shows nothing.
     """
 
@@ -22,15 +22,15 @@ class Progress:
         self._log, self._show = log, show
         self._began = self._last_line = time.monotonic()
         self._first = self._first_tokens = 0
-        # On a terminal only, unless nothing is to be shown.
+        # None shows the bar only on a terminal.
         disable = None if show else True
         self._bar = tqdm(total=total, unit=unit, unit_scale=True, desc="tokenizing", disable=disable)
 
     def update(self, done: int, tokens: int, *, resumed: bool = False) -> None:
-        """Show that `done` units and `tokens` are done.
+        """Update the display: `done` units and `tokens` are complete.
 
         Args:
-            resumed: an earlier process did the work up to here, which counts for no speed.
+            resumed: an earlier process did the work so far, which does not count for the speed.
         """
         now = time.monotonic()
         if resumed:

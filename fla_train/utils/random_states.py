@@ -1,4 +1,4 @@
-"""Random states of this process: Python, numpy, torch and the GPU."""
+"""Save and restore random states of this process: Python, numpy, torch and the GPU."""
 
 import random
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def random_states() -> dict:
-    """Random states of Python, numpy, torch and this rank's GPU, as tensors and plain values."""
+    """Return the random states of Python, numpy, torch and this rank's GPU, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state()
     numpy_state = (kind, torch.from_numpy(keys), *rest)
     states = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
@@ -18,7 +18,7 @@ def random_states() -> dict:
 
 
 def set_random_states(states: dict) -> None:
-    """Inverse of `random_states`."""
+    """Restore the result of `random_states`."""
     random.setstate(states["python"])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy(), *rest))
@@ -28,12 +28,12 @@ def set_random_states(states: dict) -> None:
 
 
 def differing(before: dict, after: dict) -> set[str]:
-    """The generators, by their names in `random_states`, whose states are not the same."""
+    """Return the names of the generators in `random_states` whose states differ."""
     return {name for name, state in before.items() if _values(state) != _values(after[name])}
 
 
 def _values(state: object) -> object:
-    """A state without tensors, which can be compared."""
+    """Return a state without tensors, for comparisons."""
     if isinstance(state, Tensor):
         return state.tolist()
     return [_values(part) for part in state] if isinstance(state, tuple) else state

@@ -1,17 +1,17 @@
-"""What launchers (ours, torchrun, accelerate) tell a process about its rank: the one place that reads it."""
+"""Read a process's rank from the variables of launchers (ours, torchrun, accelerate), only in this module."""
 
 import os
 from collections.abc import Mapping
 
 REQUIRED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# What torch.distributed and our agent put into a rank's environment, besides `TORCHELASTIC_*`
+# Environment variables of a rank that torch.distributed and our agent set, besides `TORCHELASTIC_*`.
 RANK_VARIABLES = (
     *REQUIRED,
     *("MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("FLA_TRAIN_LAUNCHER", "FLA_TRAIN_STORE_PREFIX", "FLA_TRAIN_STORE_FILE"),
 )
-# MPI's ranks count tasks of the batch system. DeepSpeed and accelerate would take them for ours.
+# MPI's ranks count tasks of the batch system. DeepSpeed and accelerate would mistake them for ours.
 MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_COMM_WORLD_")
 
 
@@ -25,7 +25,7 @@ def is_rank() -> bool:
 
 
 def is_first() -> bool:
-    """Return whether this process is rank 0 or no rank at all, and so prints what is printed once."""
+    """Return whether this process is rank 0 or not a rank, and so prints output that appears once."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 

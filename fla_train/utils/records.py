@@ -1,7 +1,7 @@
-"""The records of metrics.jsonl and of starts: one JSON object a line, each with the number `step`.
+"""Read and repair the records of metrics.jsonl and of starts: one JSON object a line, with a `step`.
 
-A damaged line (a flipped byte, a write that a kill cut short) costs itself only: readers skip it and name it,
-and `drop_records_after` keeps it in its place.
+A damaged line (a flipped byte, a write that a kill cut short) costs only itself: readers skip it and log it,
+and `drop_records_after` keeps it.
 """
 
 import json
@@ -19,12 +19,12 @@ Record = dict[str, float | int | bool | None]
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a file in its order, none of a missing one. Each damaged line is logged once."""
+    """Return the records of a file in order, none if it is missing. Log each damaged line once."""
     return [record for _, record in _lines(path) if record is not None]
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Drop the records of later steps, in one move; damaged lines stay. The file then ends with a newline.
+    """Drop the records of later steps atomically. Damaged lines stay, and the file ends with a newline.
 
     Raises:
         OSError: the disk is full, or the folder can't be written.
@@ -36,7 +36,7 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Each line without its newline, and its record; None: it is damaged."""
+    """Yield each line without its newline, and its record, or None if it is damaged."""
     content = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else (), start=1):
         try:
@@ -50,7 +50,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 
 def _is_step(value: object) -> bool:
-    """Whether a value can be a step: a larger one would make names that are too long for a file system."""
+    """Return whether a value can be a step. A larger number would make names too long for a file system."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 2**53
 
 

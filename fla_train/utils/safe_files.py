@@ -2,7 +2,7 @@
 
 - The result is plain data: mappings, lists, text and numbers. The root is a mapping.
 - Size and depth are bounded, and YAML has no anchors, with which a few bytes stand for gigabytes.
-- Whatever is wrong with the content is one `ValueError` that names the file.
+- Any error in the content raises one `ValueError` that names the file.
 """
 
 import errno
@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-DEEPEST = 64  # mappings and lists in each other
+DEEPEST = 64  # levels of nested mappings and lists
 LARGEST_JSON = 1 << 26  # bytes
 LARGEST_YAML = 1 << 20  # bytes
 
@@ -22,40 +22,40 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file.
 
     Raises:
-        ValueError: it is not JSON, not a mapping, too large or nested too deeply.
+        ValueError: it is invalid JSON, too large, not a mapping, or nested too deeply.
         OSError: it can't be read, or opening it would wait (a named pipe).
     """
     return parse_json(_read(path, LARGEST_JSON), path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file; raises what `read_json` raises."""
+    """Return the content of a YAML file. Raise the errors of `read_json`."""
     return parse_yaml(_read(path, LARGEST_YAML), path)
 
 
 def parse_json(content: str | bytes, name: object) -> dict[str, Any]:
-    """Return the content of a JSON text, which errors call `name`; raises what `read_json` raises."""
+    """Return the content of a JSON text, which errors call `name`. Raise the errors of `read_json`."""
     return _parse(json.loads, content, LARGEST_JSON, name)
 
 
 def parse_yaml(content: str | bytes, name: object) -> dict[str, Any]:
-    """Return the content of a YAML text, which errors call `name`; raises what `read_json` raises."""
+    """Return the content of a YAML text, which errors call `name`. Raise the errors of `read_json`."""
     return _parse(_load_yaml, content, LARGEST_YAML, name)
 
 
 def read_dataclass(kind: type[T], path: Path) -> T:
-    """Return a JSON file as a dataclass; raises what `read_json` raises, and of fields that do not fit."""
+    """Return a JSON file as a dataclass. Raise the errors of `read_json` and `check_fields`."""
     content = read_json(path)
     check_fields(content, get_type_hints(kind), path)
     return kind(**content)
 
 
 def check_fields(content: dict[str, Any], types: Mapping[str, Any], name: object) -> None:
-    """Check that a mapping has no other fields than `types`, and values of these types.
+    """Check that a mapping has only the fields of `types`, with values of these types.
 
     Args:
-        types: field -> its type, made of dict, list, unions and JSON's types.
-        name: what errors call the mapping.
+        types: field -> its type, composed of dict, list, unions and JSON's types.
+        name: name of the mapping in errors.
 
     Raises:
         ValueError: it names the first field that does not fit.
@@ -100,7 +100,7 @@ def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: o
 
 
 def _load_yaml(text: str) -> Any:
-    from fla_train.utils.safe_yaml import load_yaml  # processes that read JSON only start sooner
+    from fla_train.utils.safe_yaml import load_yaml  # slows the start down
 
     return load_yaml(text, DEEPEST)
 

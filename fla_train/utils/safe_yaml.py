@@ -9,7 +9,7 @@ _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_SafeLoader):
-    """YAML as Hydra reads it: no key twice, `1e-3` is a number, a date is text."""
+    """Load YAML as Hydra reads it: no duplicate keys, `1e-3` is a number, a date is text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep)
@@ -28,13 +28,13 @@ def load_yaml(text: str, deepest: int) -> Any:
     """Return the content of a YAML text of at most `deepest` levels.
 
     Raises:
-        ValueError: it is no YAML, or uses an anchor or an alias.
+        ValueError: it is invalid YAML, or uses an anchor or an alias.
         RecursionError: it is nested too deeply.
     """
     depth = 0
     try:
         for event in yaml.parse(text, Loader=_SafeLoader):
-            if getattr(event, "anchor", None) is not None:  # of an alias, too
+            if getattr(event, "anchor", None) is not None:  # also true for an alias
                 raise ValueError("it uses a YAML anchor or alias: write the values out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > deepest:  # before the loader, which is recursive

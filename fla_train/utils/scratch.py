@@ -1,4 +1,4 @@
-"""A temporary folder for one process; those that killed processes left behind are swept."""
+"""Create a temporary folder for one process, and sweep the folders of killed processes."""
 
 import fcntl
 import os
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-YOUNG = 60.0  # seconds within which a folder may not be locked yet
+YOUNG = 60.0  # seconds in which a new folder may still be unlocked
 
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A new folder in the system's place for temporary files, deleted in the end.
+    """Yield a new temporary folder, which is deleted at the end.
 
-    It is locked while its process lives, so that the next process with this `prefix` can tell what is left
-    over.
+    It is locked while its process lives, so that the next process with this `prefix` can tell which folders
+    are left over.
     """
     _sweep(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks: nothing is swept there
+        with suppress(OSError):  # a file system without locks: nothing is swept
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield folder
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""StagingBuffer: host memory that holds one copy of a checkpoint and that another process can read."""
+"""Hold one copy of a checkpoint in host memory that another process can read."""
 
 import mmap
 import os
@@ -14,15 +14,15 @@ from torch.utils.serialization import config as serialization
 
 ALIGNMENT = 64  # bytes, of a tensor in the staging buffer
 
-# Bytes of a file: whether they are in the staging buffer (else beside it), offset there, length
+# Segment of a file: whether its bytes are in the staging buffer (otherwise separate), offset, length.
 Segment = tuple[bool, int, int]
 
 
 class StagingBuffer:
-    """One copy of the tensors of a checkpoint, in memory that another process can read by `descriptor`.
+    """Hold the tensors of a checkpoint in memory that another process can read by `descriptor`.
 
-    The memory is as large as the tensors need and is used again for each checkpoint. Beside a GPU it is
-    pinned, and the copies run on a stream of their own: `wait` must return before the tensors change.
+    The memory is as large as the tensors need and is reused for each checkpoint. If there is a GPU, it is
+    pinned and the copies run on a separate stream: `wait` must return before the tensors change.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,18 @@ class StagingBuffer:
         self._reserving: Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
-        # The sources stay until they have been copied: freed, their memory could be used again.
+        # Keep the sources until they have been copied. Otherwise their memory could be reused.
         self._sources: dict[tuple, Tensor] = {}
 
     def reserve(self, size: int) -> None:
-        """Have `size` bytes of memory ready for the first `stage`, beside what the caller goes on to do.
+        """Allocate `size` bytes of memory for the first `stage` in the background of the caller's work.
 
-        The system hands memory out as it is first written, page by page: a second for some gigabytes.
+        The system provides memory page by page when it is first written, which takes a second for some
+        gigabytes.
         """
 
         def work() -> None:
-            with suppress(OSError):  # comes again in `stage`
+            with suppress(OSError):  # the error recurs in `stage`
                 self._grow(size)
                 torch.frombuffer(self._memory, dtype=torch.uint8).zero_()
 
@@ -51,14 +52,14 @@ class StagingBuffer:
         self._reserving.start()
 
     def stage(self, files: Mapping[str, object]) -> tuple[dict[str, list[Segment]], bytes]:
-        """Start to copy the tensors of `files`; what each file consists of, and the bytes beside the tensors.
+        """Start to copy the tensors of `files`. Return the segments of each file, and all other bytes.
 
         Args:
-            files: name -> bytes, or what `torch.save` is to write: nested dicts, lists and tuples, in which
-                tensors that are views of one memory, such as tied weights, stay one.
+            files: name -> bytes, or content for `torch.save`: nested dicts, lists and tuples, in which
+                tensors that are views of one memory, such as tied weights, stay shared.
 
         Raises:
-            OSError: there is no memory, or a limit on file sizes forbids it.
+            OSError: memory is exhausted, or a limit on file sizes forbids it.
         """
         offsets: dict[tuple, int] = {}
         self._sources, size = {}, 0
@@ -98,14 +99,14 @@ class StagingBuffer:
         return segments, bytes(recorder.beside)
 
     def wait(self) -> None:
-        """Return once all copies are complete."""
+        """Wait until all copies are complete."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
         self._sources.clear()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._end_reserving()
         self._unpin()
         self._memory = None
@@ -113,7 +114,7 @@ class StagingBuffer:
 
     @property
     def copying(self) -> bool:
-        """Whether copies may be under way."""
+        """Return whether copies may still run."""
         return self._copied is not None
 
     def _end_reserving(self) -> None:
@@ -138,7 +139,7 @@ class StagingBuffer:
         if on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # None: of no effect
+        with torch.cuda.stream(self._stream):  # without effect if None
             for key, copy in copies.items():
                 copy.copy_(self._sources[key], non_blocking=True)
         if on_gpu:
@@ -152,32 +153,33 @@ def _key(tensor: Tensor) -> tuple:
 
 
 def _map(function: Callable[[Tensor], Tensor], content: object) -> object:
-    """`content` with fresh containers and `function` of its tensors."""
+    """Return `content` with new containers and with `function` applied to its tensors."""
     if isinstance(content, Tensor):
         return function(content)
     if isinstance(content, dict):
         return type(content)((key, _map(function, value)) for key, value in content.items())
     if type(content) in (list, tuple):
         return type(content)(_map(function, value) for value in content)
-    if isinstance(content, Enum):  # which Python before 3.11.4 pickles as a call of `getattr`
+    # Python before 3.11.4 pickles an Enum as a call of `getattr`.
+    if isinstance(content, Enum):
         return content.value
     return content  # numbers, strings, and layouts that never change
 
 
 class _Recorder:
-    """A file for `torch.save` that notes where the bytes lie, instead of copying those of the buffer.
+    """Record where the bytes of a `torch.save` are, without copying those in the buffer.
 
-    So their content may follow later. `torch.save` looks at it only for a checksum of its own, which is left
-    out: the manifest has better ones, and this one takes three quarters of the time of a save.
+    The tensors may therefore be copied later. `torch.save` would read them only for its checksum, which is
+    disabled, because the manifest has better ones and this one takes three quarters of the time of a save.
     """
 
     def __init__(self, address: int, size: int):
         self._address, self._size = address, size
         self._segments: list[Segment] = []
-        self.beside = bytearray()  # what isn't in the buffer
+        self.beside = bytearray()  # bytes that are not in the buffer
 
     def record(self, content: object) -> list[Segment]:
-        """The segments of the file that holds `content`."""
+        """Return the segments of the file that holds `content`."""
         self._segments = []
         if isinstance(content, bytes):
             self.write(content)
@@ -199,4 +201,4 @@ class _Recorder:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no bytes are held back."""

@@ -1,4 +1,4 @@
-"""Throughput of training: tokens per second, model FLOP utilization (MFU), peak FLOP/s of GPUs, memory."""
+"""Measure training: tokens per second, model FLOP utilization (MFU), peak FLOP/s of GPUs, memory."""
 
 import re
 import resource
@@ -11,8 +11,9 @@ import torch
 
 from fla_train.utils.records import Record
 
-# Dense bf16 matrix products with fp32 accumulation, TFLOP/s, from NVIDIA's data sheets (which state twice as
-# much "with sparsity"). The first one counts that a device's name holds as whole words: an A10G is no A10.
+# Peaks of dense bf16 matrix products with fp32 accumulation, in TFLOP/s. NVIDIA's data sheets state twice
+# these numbers "with sparsity". The first entry whose words are all in a device's name counts, so an A10G is
+# not an A10.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("GH200", 989.4),
@@ -30,12 +31,12 @@ PEAK_TFLOPS = (
 
 
 def peak_flops(device_name: str, precision: str, override: float | None = None) -> float | None:
-    """Peak FLOP/s of one device, for the model FLOP utilisation; None where it is not known.
+    """Return the peak FLOP/s of one device for the model FLOP utilization, or None if it is unknown.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` says; "cpu" is in no table.
-        precision: only `bf16` is in the table; the utilisation of `fp8` is of that peak, too.
-        override: TFLOP/s that count whatever the device.
+        device_name: result of `torch.cuda.get_device_name`; the table has no "cpu".
+        precision: the table has only `bf16`; the utilization of `fp8` also relates to that peak.
+        override: TFLOP/s to use for any device.
     """
     if override is not None:
         return override * 1e12
@@ -47,39 +48,39 @@ def peak_flops(device_name: str, precision: str, override: float | None = None) 
 
 @dataclass
 class Throughput:
-    """Seconds and tokens of training since the last reading; evaluation and checkpoints don't count.
+    """Measure seconds and tokens of training since the last reading, without evaluation and checkpoints.
 
     Args:
-        flops_per_token: forward and backward, by the model's own formula; recomputation does not count.
-        peak: FLOP/s of all devices together; None: no utilisation.
-        device: where the memory is read; the process's own on a CPU.
+        flops_per_token: forward and backward, by the model's formula; recomputation does not count.
+        peak: FLOP/s of all devices together; None: no utilization.
+        device: device whose memory is read; on a CPU that of the process.
     """
 
     flops_per_token: float
     peak: float | None
     device: torch.device
     seconds: float = 0.0
-    waited: float = 0.0  # of them for data
+    waited: float = 0.0  # seconds of waiting for data
     tokens: int = 0
 
     def start(self) -> None:
-        """Training begins or continues."""
+        """Start or continue the measurement of training."""
         self._begin = time.perf_counter()
 
     def stop(self, tokens: int) -> None:
-        """Something else follows the step of `tokens` tokens."""
+        """Pause after a step of `tokens` tokens, because other work follows."""
         self.seconds += time.perf_counter() - self._begin
         self.tokens += tokens
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, training waits for data."""
+        """Count the time inside the `with` block as waiting for data."""
         begin = time.perf_counter()
         yield
         self.waited += time.perf_counter() - begin
 
     def read(self) -> Record:
-        """Speed, utilisation, the share of time that data was waited for, memory; all since the last call."""
+        """Return speed, utilization, fraction of time waiting for data, and memory since the last call."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         record: Record = {
             "tokens_per_second": round(rate, 1),
@@ -92,7 +93,7 @@ class Throughput:
         return record
 
     def _memory(self) -> int:
-        """Peak bytes: allocated on the GPU since the last call, or of this process so far."""
+        """Return peak bytes: allocated on the GPU since the last call, or of this process so far."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)

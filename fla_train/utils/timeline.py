@@ -1,19 +1,20 @@
-"""Timeline: the seconds of each phase of a run's start or end, as one line for the log."""
+"""Record the seconds of each phase of a run's start or end, as one line for the log."""
 
 import time
 
 import psutil
 
-BEGAN = "FLA_TRAIN_BEGAN"  # environment variable: the time (Unix) at which the command was given
+# Environment variable with the Unix time at which the command started.
+BEGAN = "FLA_TRAIN_BEGAN"
 
 
 def process_start() -> float:
-    """When this process was started: Unix time."""
+    """Return the Unix time at which this process started."""
     return psutil.Process().create_time()
 
 
 class Timeline:
-    """Phases, each from the mark before it to its own.
+    """Record phases, each from the previous mark to the next.
 
     Args:
         began: Unix time of the first phase's start, perhaps in another process; None: now.

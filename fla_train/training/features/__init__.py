@@ -1,4 +1,4 @@
-"""Features of a training run, one file each, behind the protocol of `training.callback`.
+"""Add features to a training run, one file each, behind the protocol of `training.callback`.
 
-`training.trainer.FEATURES` is their order.
+`build_features` in `training.trainer` sets their order.
 """

@@ -1,7 +1,7 @@
-"""Skip steps whose loss or gradient is not finite or, optionally, whose loss spikes; clip gradients.
+"""Skip steps with a non-finite loss or gradient and, optionally, with a loss spike; clip gradients.
 
-All of it is arithmetic on the device. The host never waits to learn whether a step was skipped, and every
-rank decides alike, since loss and gradient norm are sums over all ranks.
+All arithmetic runs on the device, so the host never waits to learn whether a step was skipped. Every rank
+makes an equal decision, because loss and gradient norm are sums over all ranks.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fla_train.training.callback import Callback
 
-WINDOW = 100  # steps: the running mean and variance weigh the newest loss by 1 / WINDOW
+# Steps. The running mean and variance weigh the newest loss by 1 / WINDOW.
+WINDOW = 100
 
 
 class BadSteps(Callback):
@@ -20,8 +21,8 @@ class BadSteps(Callback):
 
     Args:
         max_grad_norm: larger gradients are scaled down to this norm; 0: never.
-        spike_deviations: skip a step whose loss lies more than this many standard deviations above the
-            running mean of the applied steps, once there were WINDOW of them; 0: never.
+        spike_deviations: skip a step whose loss is more than this many standard deviations above the running
+            mean of the applied steps, after WINDOW applied steps; 0: never.
         statistics: count, mean and variance of earlier losses.
     """
 
@@ -50,7 +51,7 @@ class BadSteps(Callback):
         skip = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         if self._deviations:
             skip = skip | ((count >= WINDOW) & (loss > mean + self._deviations * variance.sqrt()))
-        # The plain mean, until the window is full.
+        # Use the plain mean until the window is full.
         weight = 1 / torch.clamp(count + 1, max=WINDOW)
         delta = loss - mean
         seen = torch.stack(

@@ -1,8 +1,8 @@
-"""Forward and backward pass as one CUDA graph, where kernels take less time than their launches.
+"""Record forward and backward pass as a CUDA graph, for models whose kernels are shorter than their launches.
 
 The model of a word problem keeps a GPU busy for one or two milliseconds per step, while the host takes
 several times as long to launch its hundred or more kernels one by one. Selective activation checkpointing
-makes the host slow with large models too. A recorded graph launches all kernels together.
+makes the host slow with large models as well. A recorded graph launches all kernels together.
 """
 
 import logging
@@ -23,14 +23,14 @@ from fla_train.training.engine import gradients_of
 from fla_train.utils.random_states import differing, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
-WAITED = "synchronizing CUDA operation"  # in torch's error for an operation that waits
+WAITED = "synchronizing CUDA operation"  # part of torch's error for an operation that waits
 
 
 class CudaGraph(Callback):
-    """Run each step's pass by a `CudaGraphPass`, but for steps with statistics: a graph runs no hooks.
+    """Run each step's pass by a `CudaGraphPass`, except steps with statistics: a graph runs no hooks.
 
     Args:
-        graph: of the model.
+        graph: the recorded pass of the model.
     """
 
     def __init__(self, graph: "CudaGraphPass"):
@@ -48,11 +48,11 @@ class CudaGraphPass:
 
     Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
     and all other Python code of the pass run only while recording. Some passes can't be recorded: those that
-    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass. One
-    line is logged, and from then on the caller runs them.
+    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass. Then
+    one line is logged, and the caller runs all later passes.
 
     Args:
-        module: on a GPU, in training mode.
+        module: a module on a GPU, in training mode.
         bf16: whether matrix products run in bf16, under autocast.
 
     Attributes:
@@ -67,15 +67,16 @@ class CudaGraphPass:
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.
 
-        Values that are not tensors, such as initial states, are recorded as they are: their tensors must
-        stay where they are.
+        Values that are not tensors, such as initial states, are recorded as they are, so their tensors must
+        keep their addresses.
 
         Returns:
-            The loss, fp32 scalar; it and the gradients hold until the next call. None if the pass can't be
+            The loss, an fp32 scalar. It and the gradients are valid until the next call. None if the pass
+            can't be
             recorded: the caller has to run it.
 
         Raises:
-            ValueError: the pass draws random numbers, and layers are recomputed; or the recording failed.
+            ValueError: the pass draws random numbers while layers are recomputed, or the recording failed.
         """
         parameters = dict(self._module.named_parameters())
         fixed = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
@@ -97,10 +98,11 @@ class CudaGraphPass:
         return self._loss
 
     def _record(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        self._key = self._graph = self._loss = self._gradients = None  # frees the memory of the old graph
+        # Free the memory of the old graph.
+        self._key = self._graph = self._loss = self._gradients = None
         self._inputs = {name: value.clone() for name, value in inputs.items()}
-        # Use new leaves in the same memory: the nodes that collect the parameters' gradients were made on the
-        # default stream, on which nothing that is being recorded may depend.
+        # Use new leaves in the old memory. The nodes that accumulate the parameters' gradients were created
+        # on the default stream, on which nothing in a recording may depend.
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         arguments = self._inputs | self._fixed
         device = next(iter(leaves.values())).device
@@ -112,7 +114,7 @@ class CudaGraphPass:
         logger.warning("trainer.cuda_graph=true has no effect from here on: the model %s", obstacle)
         self.recordable = False
         del self._inputs, self._fixed, arguments
-        torch.cuda.empty_cache()  # frees the memory of the side stream
+        torch.cuda.empty_cache()  # free the memory of the side stream
 
     def _warm_up(
         self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any], device: torch.device
@@ -156,7 +158,7 @@ class CudaGraphPass:
     ) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, such as NCCL's, make CUDA calls that a capture forbids in its own thread.
+            # Other threads, such as NCCL's, make CUDA calls that a capture forbids only in its thread.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 recorded = gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         except torch.OutOfMemoryError:
@@ -172,7 +174,10 @@ class CudaGraphPass:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Inside, run on a second stream of the GPU, ordered after and before the current one; None on a CPU."""
+    """Run on a second stream of the GPU inside the `with` block, ordered after and before the current one.
+
+    It yields the stream, or None on a CPU.
+    """
     if device.type != "cuda":
         yield None
         return
@@ -185,12 +190,15 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
 
 @contextmanager
 def waiting_forbidden(device: torch.device) -> Iterator[None]:
-    """Inside, most operations for which the host waits for a GPU raise `RuntimeError`, as in a capture."""
+    """Forbid operations that wait for a GPU inside the `with` block, as a capture does.
+
+    Most of them raise `RuntimeError`.
+    """
     if device.type != "cuda":
         yield
         return
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore"):  # the warning that it does not find all of them
+    with warnings.catch_warnings(action="ignore"):  # it warns that it does not detect all of them
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

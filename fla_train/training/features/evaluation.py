@@ -1,4 +1,4 @@
-"""Validation during training: losses of held-out text, or accuracy on a task's test sets."""
+"""Validate during training: losses of held-out text, or accuracy on a task's test sets."""
 
 import json
 import math
@@ -30,13 +30,14 @@ from fla_train.utils.filesystem import reason, write_whole
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.timeline import Timeline
 
-COMPONENT_PERPLEXITY = "validation_perplexity/"  # key of one component of a mixture, before its name
+# Prefix of the key of a mixture's component, followed by its name.
+COMPONENT_PERPLEXITY = "validation_perplexity/"
 
 
 class Evaluation(Callback):
     """Evaluate every `trainer.eval_every`-th step and the last one; record and log the result.
 
-    Subclasses evaluate text or tasks.
+    There is one subclass for text and one for tasks.
     """
 
     def due(self, step: int) -> bool:
@@ -44,7 +45,7 @@ class Evaluation(Callback):
 
     def between_steps(self, step: int) -> None:
         trainer = self.trainer
-        trainer.timeline = Timeline()  # of the end of the run, if this is its last step
+        trainer.timeline = Timeline()  # phases of the end of the run, if this is its last step
         trainer.watchdog.beat(f"evaluating after step {step}")
         result = self.evaluate(step)
         trainer.timeline.mark("validation")
@@ -57,7 +58,7 @@ class Evaluation(Callback):
         trainer.log(f"step {step:,}: {line}")
 
     def evaluate(self, step: int) -> tuple[Record, str] | None:
-        """Return the record of `step` and a line for the log; None: there is nothing to evaluate on."""
+        """Return the record of `step` with its text for the log, or None without evaluation data."""
         raise NotImplementedError
 
     def _beat(self, step: int, shape: Sequence[int]) -> None:
@@ -73,13 +74,13 @@ class Evaluation(Callback):
         ]
 
     def _naming(self, key: str = "mixer") -> str:
-        """Return the option by which a command permits the import of a custom mixer; empty without one."""
+        """Return the option that permits a command to import a custom mixer; empty for other mixers."""
         mixer = getattr(self.trainer.model.config, "mixer", None)
         return "" if mixer is None else f" {key}={mixer}"
 
 
 class TextEvaluation(Evaluation):
-    """Losses of held-out text: of all of it and of each component of a mixture."""
+    """Compute losses of held-out text, overall and for each component of a mixture."""
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -162,7 +163,7 @@ class TextEvaluation(Evaluation):
 
 
 class TaskEvaluation(Evaluation):
-    """Accuracy on each of a task's test sets; the run may end once `task.stop_at` is reached.
+    """Compute accuracy on each of a task's test sets. The run may end once `task.stop_at` is reached.
 
     Besides the records of metrics.jsonl, rank 0 keeps the newest curves (accuracy by prefix, length or number
     of pairs) in accuracy.json and draws them in plots/accuracy.png.
@@ -172,7 +173,8 @@ class TaskEvaluation(Evaluation):
         super().attach(trainer)
         self._config = trainer.config.task
         self._tests = tasks_for_testing(self._config)
-        self._look_at_target(trainer.state.step)  # killed before the run had written all its files?
+        # The run may have been killed before it wrote all its files.
+        self._look_at_target(trainer.state.step)
 
     def between_steps(self, step: int) -> None:
         super().between_steps(step)
@@ -199,7 +201,7 @@ class TaskEvaluation(Evaluation):
         return record, line
 
     def _look_at_target(self, step: int) -> None:
-        """Set `trainer.reached` on all ranks, by rank 0's reading of metrics.jsonl."""
+        """Set `trainer.reached` on all ranks, according to metrics.jsonl on rank 0."""
         if not self._config.stop_at:
             return
         answer = [self.trainer.rank == 0 and has_reached(self._config, self.trainer.folder, step)]
@@ -247,19 +249,19 @@ class TaskEvaluation(Evaluation):
 
 
 def _option(key: str, path: Path) -> str:
-    """Return the option that gives a key this path, quoted for a shell."""
+    """Return the option that sets a key to this path, quoted for a shell."""
     return shlex.quote(f"{key}={path}")
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses in nats per target token over all ranks.
+    """Hold mean losses in nats per target token over all ranks.
 
     Attributes:
         loss: mean over all targets.
-        by_context: {"first-last": loss} of the targets that first to last tokens of their row or document
-            precede; a bucket without targets is left out.
-        bits_per_byte: of the targets' text; None where its bytes are not known.
+        by_context: {"first-last": loss} of the targets that follow first to last tokens of their row or
+            document; a bucket without targets is left out.
+        bits_per_byte: bits per byte of the targets' text; None if its bytes are unknown.
     """
 
     loss: float
@@ -271,12 +273,12 @@ class Losses:
 def evaluate(
     engine, batches: Iterable[Batch], *, seq_len: int, buckets: int, token_sizes: Tensor | None = None
 ) -> Losses:
-    """Evaluate this rank's batches, on the engine's device; ranks may differ in their number.
+    """Evaluate this rank's batches on the engine's device. Ranks may have different numbers of batches.
 
     Args:
         seq_len: T, the longest context + 1.
         buckets: number of equal ranges into which contexts [1, T) are divided; at most T - 1.
-        token_sizes: bytes of each token id, [ids] int64; None: not known.
+        token_sizes: bytes of each token id, [ids] int64; None: unknown.
     """
     buckets = min(buckets, seq_len - 1)
     device = engine.device
@@ -289,7 +291,7 @@ def evaluate(
             options = {"cu_seqlens": batch.cu_seqlens}
             if batch.context_part is not None:
                 options |= {"shift_labels": batch.shift_labels, "context_part": batch.context_part}
-            losses = engine.module.token_losses(batch.input_ids, **options)  # of `batch.targets()`
+            losses = engine.module.token_losses(batch.input_ids, **options)  # losses of `batch.targets()`
         target = batch.targets() != -100
         bucket = (_context(batch) * buckets // seq_len).expand_as(losses)[target]
         sums[0].index_add_(0, bucket, losses[target].double())
@@ -348,7 +350,7 @@ def bucket_names(seq_len: int, buckets: int) -> list[str]:
 
 
 def weighted(components: Sequence[tuple[Losses, float]]) -> Losses:
-    """Return the mean over components of a mixture, each with its weight; weights add up to 1."""
+    """Return the weighted mean over components of a mixture. The weights add up to 1."""
     by_context: dict[str, float] = {}
     for name in dict.fromkeys(name for losses, _ in components for name in losses.by_context):
         known = [

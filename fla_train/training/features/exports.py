@@ -1,4 +1,4 @@
-"""Exports of the model to `hf/`, with their cards and plots."""
+"""Export the model to `hf/`, with cards and plots."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from fla_train.utils.filesystem import reason
 
 
 class Exports(Callback):
-    """Export the model, and weights that callbacks add. All ranks call it, rank 0 writes."""
+    """Export the model, and weights that callbacks add. All ranks call it; rank 0 writes."""
 
     error: str | None = None  # why the newest export is missing, on rank 0
 
@@ -46,10 +46,10 @@ class Exports(Callback):
             )
 
     def export(self, *, last: bool = False) -> None:
-        """Draw the plots and export this step's model; training does not end if that fails.
+        """Draw the plots and export this step's model. If that fails, training continues.
 
         Args:
-            last: keep an intact export that exists already.
+            last: keep an intact export that already exists.
         """
         trainer, self.error = self.trainer, None
         step = trainer.state.step
@@ -80,7 +80,7 @@ class Exports(Callback):
         return plots
 
     def _is_intact(self, export: Path) -> bool:
-        """Return whether an export exists and has no damaged file; log the damage."""
+        """Return whether an export exists and has no damaged file. Log damage."""
         if not export.is_dir():
             return False
         damage = find_export_damage(export)
@@ -98,7 +98,7 @@ class Exports(Callback):
 @contextmanager
 @torch.no_grad()
 def _other_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the parameters named in `weights` have these values."""
+    """Replace the values of the parameters in `weights` inside the `with` block."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights}
     saved = {name: parameter.clone() for name, parameter in parameters.items()}
     try:

@@ -1,12 +1,12 @@
-"""States that training sequences start from: of other sequences, of the text before, or noise.
+"""Start training sequences from states of other sequences, of the preceding text, or from noise.
 
 - `trainer.initial_state=passing`: each sequence starts from the final state of a sequence of the last step
 - `trainer.initial_state=noise`: from a Gaussian state (both: arXiv 2507.02782)
-- `data.contiguous`: each row continues from its own states and convolution inputs, which is truncated
+- `data.contiguous`: each row continues from its final states and convolution inputs, which is truncated
   back-propagation through time
 
-Nothing here has a gradient. Rows are numbered over all ranks, as the order of the data numbers them, so
-a row's state depends neither on the number of ranks nor on the micro-batches.
+None of these states has a gradient. Rows are numbered over all ranks, in the order of the data, so a row's
+state depends neither on the number of ranks nor on the micro-batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,8 @@ from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
 from fla_train.utils.permutation import permute
 
-MEMORY = 0.99  # decay of the moments for fitted noise: about the last hundred steps count
+# Decay of the moments for fitted noise, so that about the last hundred steps count.
+MEMORY = 0.99
 
 
 class InitialStates(Callback):
@@ -33,9 +34,9 @@ class InitialStates(Callback):
     Args:
         source: "passing", "noise" or "contiguous".
         noise: standard deviation of the noise; None: mean and deviation of each head's final states.
-        zero_fraction: fraction of rows that start from zero at each step; without effect on "contiguous".
-        sampler: which rows of a step are this rank's.
-        engine: DeepSpeed's.
+        zero_fraction: fraction of rows that start from zero at each step; ignored by "contiguous".
+        sampler: assigns the rows of a step to ranks.
+        engine: DeepSpeed's engine.
     """
 
     name = "initial_states"
@@ -53,14 +54,15 @@ class InitialStates(Callback):
     ):
         self._source, self._noise, self._zero_fraction, self._seed = source, noise, zero_fraction, seed
         self._engine, self._device, self._sampler = engine, engine.device, sampler
-        # Row numbers of each rank, [accumulation x micro_batch], in the order in which it keeps them
+        # Row numbers of each rank, [accumulation x micro_batch], in the order in which the rank keeps them.
         ranks = range(sampler.world)
         self._rows_of = [replace(sampler, rank=rank).indices(0).flatten() for rank in ranks]
         self._rows = self._rows_of[sampler.rank]
         self._start: dict[StateKey, Tensor] = {}  # [rows of this rank, ...] by state
         self._end: dict[StateKey, Tensor] = {}  # [micro_batch, ...] final states of the newest pass
         self._sums = self._moments = torch.empty(0)  # [3, heads of all states]: count, sum, sum of squares
-        self._passes: list[CarriedStates] = []  # one for each micro-batch, always the same objects
+        # One object for each micro-batch. The objects never change.
+        self._passes: list[CarriedStates] = []
 
     @classmethod
     def of_run(cls, config: TrainConfig, sampler: BatchSampler, engine) -> "InitialStates":
@@ -80,7 +82,7 @@ class InitialStates(Callback):
             trainer.log("states       attention layers carry nothing: they see their own sequence only")
 
     def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
-        """Make the states that the rows of optimizer step `step` (from 1) start from."""
+        """Compute the states from which the rows of optimizer step `step` (from 1) start."""
         self._prepare(micro_batches[0])
         if self._source == "contiguous":
             zero = ~torch.cat([batch.continues for batch in micro_batches])
@@ -101,7 +103,7 @@ class InitialStates(Callback):
     def after_backward(self, number: int) -> None:
         """Store the final states of micro-batch `number` for the next step."""
         sums = [state.flatten(1).sum(1, dtype=torch.float32) for state in self._end.values()]
-        lost = ~torch.stack(sums).isfinite().all(0)  # a NaN would spoil the row's later steps too
+        lost = ~torch.stack(sums).isfinite().all(0)  # a NaN would also spoil the row's later steps
         for state in self._end.values():
             state.masked_fill_(_like(lost, state), 0)
         if self._source != "noise":
@@ -126,7 +128,7 @@ class InitialStates(Callback):
         return content | {"states": {".".join(map(str, key)): state for key, state in self._start.items()}}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take over each row's states, whichever rank saved them; log why they start from zero instead."""
+        """Restore each row's states, whichever rank saved them. Log why they start from zero instead."""
         first, rows = states[0], sum(len(state["rows"]) for state in states)
         if first["source"] != self._source or rows != self._sampler.global_batch:
             self.trainer.log(
@@ -154,7 +156,7 @@ class InitialStates(Callback):
             self._allocate({key: state.to(self._device) for key, state in start.items()})
 
     def _prepare(self, batch: Batch) -> None:
-        """Learn the states' shapes by a pass over a micro-batch, unless a checkpoint has told them."""
+        """Learn the states' shapes from a pass over a micro-batch, unless a checkpoint has set them."""
         if self._passes:
             return
         self._engine.eval()
@@ -163,7 +165,8 @@ class InitialStates(Callback):
             cache = self._engine(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
         self._engine.train()
         kinds = {RECURRENT: "recurrent_states", CONV: "conv_states"}
-        if self._source != "contiguous":  # the inputs of a convolution are text, not memory
+        # The inputs of a convolution are text, not memory.
+        if self._source != "contiguous":
             del kinds[CONV]
         self._allocate(
             {
@@ -176,7 +179,7 @@ class InitialStates(Callback):
         )
 
     def _allocate(self, start: Mapping[StateKey, Tensor]) -> None:
-        """Keep `start`, and hand out its rows by micro-batches."""
+        """Keep `start`, and pass its rows to the micro-batches."""
         self._start = dict(start)
         micro_batch = self._sampler.micro_batch
         self._end = {key: torch.empty_like(state[:micro_batch]) for key, state in start.items()}
@@ -204,9 +207,11 @@ class InitialStates(Callback):
         owner, index = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
         for other, theirs in enumerate(self._rows_of):
             owner[theirs], index[theirs] = other, np.arange(len(theirs))
-        wanted = [source[theirs] for theirs in self._rows_of]  # by each rank, in the order of its rows
+        # Source rows that each rank needs, in the order of its rows.
+        wanted = [source[theirs] for theirs in self._rows_of]
         sent = [index[theirs[owner[theirs] == rank]] for theirs in wanted]
-        received = owner[wanted[rank]]  # from which rank; they come in the order of ranks
+        # Rank that sends each received row. Rows arrive in the order of ranks.
+        received = owner[wanted[rank]]
         sizes = np.bincount(received, minlength=world).tolist(), [len(part) for part in sent]
         taken = self._to_device(np.concatenate(sent))
         put = self._to_device(np.argsort(received, kind="stable"))
@@ -236,7 +241,7 @@ class InitialStates(Callback):
             state.mul_(deviation[heads].to(state).view(shape)).add_(mean[heads].to(state).view(shape))
 
     def _heads(self) -> dict[StateKey, tuple[Tensor, slice]]:
-        """Return each state, and where its heads (its second axis) are among those of all states."""
+        """Return each state with the range of its heads (its second axis) among the heads of all states."""
         heads, first = {}, 0
         for key, state in self._start.items():
             heads[key] = state, slice(first, first + state.shape[1])

@@ -1,4 +1,4 @@
-"""Traces of the steps in `trainer.profile_steps`."""
+"""Trace the steps in `trainer.profile_steps`."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from fla_train.utils.profiling import profiled
 
 
 class Profile(Callback):
-    """Write a trace of chosen steps, callbacks included, to the run's folder `profile`."""
+    """Write a trace of the chosen steps, including callbacks, to the folder `profile` of the run."""
 
     def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
         self._trace = ExitStack()

@@ -1,4 +1,4 @@
-"""Pushes of exports to the Hub during training."""
+"""Push exports to the Hub during training."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from fla_train.training.callback import Callback
 
 
 class Pushes(Callback):
-    """Push every `hub.push_every`-th step's export and the last one; see `HubPushes`. For rank 0."""
+    """Push every `hub.push_every`-th step's export and the last one, on rank 0; see `HubPushes`."""
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -26,7 +26,7 @@ class Pushes(Callback):
             self._queue.add(step)
 
     def finish(self) -> None:
-        """Push the last export after its evaluation, whose results are in the card."""
+        """Push the last export after its evaluation, because the card contains the results."""
         self._queue.add(self.trainer.state.step)
         self._queue.finish(self.trainer.watchdog.beat)
 

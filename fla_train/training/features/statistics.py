@@ -1,4 +1,4 @@
-"""Statistics of every `trainer.stats_every`-th step: norms of weights and updates, gates of each layer."""
+"""Record statistics of every `trainer.stats_every`-th step: norms of weights and updates, gates of layers."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,8 @@ class Statistics(Callback):
         for hook in self._hooks:
             hook.remove()
         context = self.trainer.mesh.context
-        if context is not None and self._gates:  # each rank has seen its part of the sequence
+        # Each rank has seen only its columns of the sequence.
+        if context is not None and self._gates:
             means = torch.stack(list(self._gates.values()))
             context.add_up(means)
             self._gates = dict(zip(self._gates, (means / context.size).unbind(), strict=True))
@@ -58,7 +59,7 @@ class Statistics(Callback):
     def _observer(self, layer: int):
         @torch.no_grad()
         def observe(mixer: nn.Module, arguments: tuple) -> None:
-            if f"beta/{layer}" in self._gates:  # another micro-batch, or the same one recomputed
+            if f"beta/{layer}" in self._gates:  # a later micro-batch, or a recomputation
                 return
             beta, g = mixer.gates(arguments[0][:1])
             self._gates[f"beta/{layer}"] = beta.mean()

@@ -1,7 +1,7 @@
-"""Evaluation suites during training: `fla-eval` on exports, one at a time, in separate processes.
+"""Run evaluation suites during training: `fla-eval` on exports, one at a time, in separate processes.
 
 lm-eval seeds the global generators and changes defaults of libraries. In another process, on exported
-weights, it can't change the run by a bit, and a suite that fails costs a line. Training does not wait.
+weights, it cannot change the run by a bit. A suite that fails is only logged. Training does not wait for it.
 """
 
 import subprocess
@@ -17,15 +17,15 @@ from fla_train.utils.safe_files import read_json
 
 
 class Suites(Callback):
-    """Evaluate the export of every `trainer.suite_every`-th step, and the last one. For rank 0.
+    """Evaluate the export of every `trainer.suite_every`-th step, and the last one. Use it on rank 0.
 
     Each evaluation writes to `eval/SUITE-step-XXXXXXX` in the run folder. Its results are recorded under the
-    training step at which they arrive; `evaluated_step` says which export they are of.
+    training step at which they arrive; `evaluated_step` is the step of the export.
     """
 
     _process: subprocess.Popen | None = None
-    _step = 0  # whose export is evaluated
-    _skipped: int | None = None  # the newest step whose export was not evaluated
+    _step = 0  # step of the export that is evaluated
+    _skipped: int | None = None  # newest step whose export was not evaluated
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -53,7 +53,7 @@ class Suites(Callback):
         )
 
     def finish(self) -> None:
-        """Wait for the evaluation that runs and, because it is the result, for the newest export's."""
+        """Wait for the running evaluation, then evaluate the newest export, the result of the run."""
         self._start_if_lost(self.trainer.state.step)
         self._wait()
         if self._skipped is not None:
@@ -67,9 +67,9 @@ class Suites(Callback):
             self._process = None
 
     def _start_if_lost(self, step: int) -> None:
-        """Evaluate the export of `step` if no results of it are recorded.
+        """Evaluate the export of `step` if its results are not recorded.
 
-        Results are recorded under a later step, which a kill may prevent, or whose record a resume drops.
+        Results are recorded under a later step. A kill may prevent that, or a resume may drop that record.
         """
         records = read_metrics(self.trainer.folder.metrics)
         if step not in (record.get("evaluated_step") for record in records):
@@ -90,14 +90,14 @@ class Suites(Callback):
         return self.trainer.folder.root / "eval" / f"{self._suite}-step-{self._step:07d}"
 
     def _collect(self) -> None:
-        """Record the results of an evaluation that has ended; infinite ones become null."""
+        """Record the results of an evaluation that has ended. Infinite results become null."""
         if self._process is None or self._process.poll() is None:
             return
         self._process, output = None, self._output()
         name, state = f"step {self._step:,}: suite {self._suite}", self.trainer.state
         try:
             metrics = read_json(output / "results.json")["metrics"]
-        except (OSError, ValueError):  # none, or cut short by a full disk
+        except (OSError, ValueError):  # the file is missing or truncated by a full disk
             self.trainer.log(f"{name} failed, see {output / 'eval.log'}")
             return
         record = {"step": state.step, "tokens": state.tokens, "evaluated_step": self._step}
