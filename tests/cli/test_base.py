@@ -17,7 +17,7 @@ from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.utils.overrides import as_data
 
 CORPUS = str(Path("corpus").absolute())
-OTHERS = ("trainer.eval_every=7", "model.num_householder=3", "data=local", "data.path=corpus")
+OTHERS = ("trainer.eval_every=7", "model.num_householder=3", "data=local", f"data.path={CORPUS}")
 
 
 def composed(*overrides: str) -> TrainConfig:

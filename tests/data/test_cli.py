@@ -70,7 +70,7 @@ def test_every_yaml_fits_the_schema(name):
 @pytest.mark.parametrize(
     ("code", "overrides", "message"),
     [
-        (2, "data.foo=1", "no key data.foo"),
+        (2, "data.foo=1", "data.foo"),
         (2, "data=local", "data.path must be set"),
         (2, "data=local data.path=no/such/place", "no such file or folder"),
         (2, "data=local data.path={tmp}/bad.jsonl", "bad.jsonl, line 1: not JSON"),

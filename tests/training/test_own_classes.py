@@ -43,10 +43,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         sys.modules.pop(name, None)
 
 
-def train_in(folder: Path, config_file: Path, data: Path) -> None:
-    """A rank's work where `folder` is the working directory."""
+def train_in(folder: Path, plan: Path) -> None:
+    """Train as a rank whose working directory is `folder`."""
     os.chdir(folder)
-    ranks._train(config_file, data)
+    ranks.train_plan(plan)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def train(
     monkeypatch.setattr(
         "fla_train.training.launch.run_workers",
         lambda arguments, config, **_: warm_ranks.run(
-            config.num_processes, train_in, elsewhere, *map(Path, arguments[-2:])
+            config.num_processes, train_in, elsewhere, Path(arguments[-1])
         ),
     )
     return launch
@@ -127,7 +127,7 @@ def test_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
     """Train on the example; the evaluation of the run needs the class by name."""
     run, kind = tmp_path / "run", "brackets:Brackets"
     register()
-    small = [setting for setting in SMALL if not setting.startswith(("task", "experiment"))]
+    small = [setting for setting in SMALL if not setting.startswith(("task", "experiment", "scale"))]
     train(to_config(compose("train", [*small, "task=brackets", f"run.dir={run}"], config_dir=".")))
     config = EvalConfig(str(run), suite=SuiteConfig(name="expressivity", expressivity=ExpressivityConfig()))
     with pytest.raises(ValueError, match=f"task={kind}"):

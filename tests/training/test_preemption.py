@@ -143,7 +143,7 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
         except Exception:
             pytest.fail("taken for a fault of the data")
 
-    monkeypatch.setattr("fla_train.training.launch.prepare", slow)
+    monkeypatch.setattr("fla_train.training.resolve.prepare", slow)
     with pytest.raises(Preempted), leaving_at_once():  # as the command does
         launch(make_config(*TWO_RANKS, f"run.dir={tmp_path / 'run'}"))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN

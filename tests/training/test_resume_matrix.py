@@ -110,7 +110,7 @@ def train(
 def train_in(folder: Path, plan: Path) -> None:
     """Train, on a rank, with `folder` as the working directory."""
     os.chdir(folder)
-    ranks._train(plan)
+    ranks.train_plan(plan)
 
 
 def cut(run: Path, copy: Path) -> Path:

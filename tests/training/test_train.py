@@ -247,10 +247,10 @@ def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):
     assert tokenizer.decode(tokenizer("state").input_ids) == "state"
 
 
-def train_until_it_fails(config_file: Path, data: Path) -> tuple[str, bool]:
+def train_until_it_fails(plan: Path) -> tuple[str, bool]:
     """Return, on a rank, the line of the failure, and whether it is final."""
     with pytest.raises(Exception) as failure:
-        ranks._train(config_file, data)
+        ranks.train_plan(plan)
     return describe_failure(failure.value)
 
 
@@ -261,7 +261,7 @@ def test_a_diverging_run_stops_with_one_line_which_is_final(
     monkeypatch.setattr(
         "fla_train.training.launch.run_workers",
         lambda arguments, config, **_: found.extend(
-            warm_ranks.run(1, train_until_it_fails, *map(Path, arguments[-2:]))
+            warm_ranks.run(1, train_until_it_fails, Path(arguments[-1]))
         ),
     )
     more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3"]

@@ -57,7 +57,7 @@ class WarmRanks:
         self._ranks += [_start() for _ in range(world - len(self._ranks))]
         ranks = self._ranks[:world]
         results = []
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, self._ended_on_failure():
             common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE_FILE: Path(folder, "store")}
             for rank, (_, connection) in enumerate(ranks):
                 connection.send((work, arguments, common | {"RANK": rank, "LOCAL_RANK": rank}))
@@ -68,6 +68,17 @@ class WarmRanks:
                 results.append(result)
         return results
 
+    @contextlib.contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
+        """Kill the ranks if one fails, so that the next test starts new ones."""
+        try:
+            yield
+        except BaseException:
+            for process, _ in self._ranks:
+                process.kill()
+            self._ranks = []
+            raise
+
     def close(self) -> None:
         for _, connection in self._ranks:
             connection.close()
@@ -77,7 +88,7 @@ class WarmRanks:
     def _run_workers(self, arguments: Sequence[str], config: LaunchConfig, **how: Any) -> None:
         if config.device != "cpu":
             return run_workers(arguments, config, **how)
-        self.run(config.num_processes, _train, Path(arguments[-1]))
+        self.run(config.num_processes, train_plan, Path(arguments[-1]))
 
 
 def _start() -> tuple[BaseProcess, Connection]:
@@ -119,7 +130,7 @@ def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[s
     return result
 
 
-def _train(file: Path) -> None:
+def train_plan(file: Path) -> None:
     from fla_train.training import worker
     from fla_train.training.plan import read_plan
 
