@@ -79,7 +79,7 @@ def step_with_separate_gradients(zero) -> None:
         for i, group in enumerate(zero.optimizer.param_groups):
             del group["gradients"]
             zero.averaged_gradients[i] = None
-        zero._lazy_init_hp_params_optimizer_state()  # as at the end of DeepSpeed's step
+        zero._lazy_init_hp_params_optimizer_state()  # DeepSpeed's step ends with this
 
     zero.step = step
 

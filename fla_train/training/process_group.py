@@ -49,7 +49,7 @@ def join(*, on_gpu: bool) -> torch.device:
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     towards = LOOPBACK if alone else os.environ["MASTER_ADDR"]
     if interface := interface_towards(towards):
-        # A cluster's setting is for several machines.
+        # A cluster's setting of the interface counts only for a run on several machines.
         for name in (GLOO_INTERFACE, NCCL_INTERFACE):
             os.environ[name] = interface if alone else os.environ.get(name) or interface
     store = _store(world)

@@ -113,7 +113,7 @@ class Trainer:
         config, trainer = plan.config, plan.config.trainer
         self.config, self.data, self.watchdog, self.request, self.lock = config, data, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
-        self.timeline = timeline or Timeline()  # of the start, later of the end
+        self.timeline = timeline or Timeline()  # phases of the start, later of the end
         self.engine = build_engine(model, config)
         self.model = self.engine.module
         self.timeline.mark("engine")

@@ -37,7 +37,7 @@ def importing_workers(overrides: Sequence[str] = ()) -> Iterator[None]:
     """Let workers import and wait for `start_worker` inside the `with` block. End unused workers after it.
 
     Args:
-        overrides: overrides of the command. Those of `launch` set number and device of the expected
+        overrides: overrides of the command, of which those of `launch` set number and device of the expected
             workers. The default is one worker for each GPU, or one on the CPU.
     """
     given = dict(text.split("=", 1) for text in overrides if "=" in text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from fla_train.utils.ranks import local_world_size, without_ranks
 
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of malloc.h
 POLL = 0.5  # seconds between checks of a command
 _BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
 _RUN = "from fla_train.cli.{name} import main; main()"

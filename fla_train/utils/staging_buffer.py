@@ -39,7 +39,7 @@ class StagingBuffer:
     def reserve(self, size: int) -> None:
         """Allocate `size` bytes of memory for the first `stage` in the background of the caller's work.
 
-        The system provides memory page by page when it is first written, which takes a second for some
+        The system provides memory page by page when it is first written, about a second for some
         gigabytes.
         """
 

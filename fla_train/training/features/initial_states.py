@@ -58,7 +58,7 @@ class InitialStates(Callback):
         ranks = range(sampler.world)
         self._rows_of = [replace(sampler, rank=rank).indices(0).flatten() for rank in ranks]
         self._rows = self._rows_of[sampler.rank]
-        self._start: dict[StateKey, Tensor] = {}  # [rows of this rank, ...] by state
+        self._start: dict[StateKey, Tensor] = {}  # state -> [rows of this rank, ...]
         self._end: dict[StateKey, Tensor] = {}  # [micro_batch, ...] final states of the newest pass
         self._sums = self._moments = torch.empty(0)  # [3, heads of all states]: count, sum, sum of squares
         # One object for each micro-batch. The objects never change.
