@@ -24,7 +24,7 @@ from fla_train.utils.throughput import peak_flops
 ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4
 # Memory of GPUs in GB, and the fraction of it that the estimate may use.
 GPU_SIZES, USABLE = (40, 80), 0.95
-CHECKPOINT_BYTES, EXPORT_BYTES = 16, 4  # bytes per parameter
+CHECKPOINT_BYTES, EXPORT_BYTES = 12, 4  # per parameter: fp32 weight and two moments; weight
 # Minimum numbers for a precise validation loss.
 ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20
 # Tolerated ratio of requested tokens to the tokens on a subset's card, because tokenizers differ.
