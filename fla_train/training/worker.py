@@ -198,8 +198,9 @@ def main() -> None:
 
     try:
         plan = read_plan(Path(sys.argv[1]))
-    except (OSError, ValueError) as failure:  # the agent's temporary files have been deleted
-        sys.exit(_leave_line(failure))
+    except (OSError, ValueError) as failure:
+        # The agent's temporary files have been deleted, so another start would fail, too.
+        sys.exit(_leave_line(ValueError(str(failure))))
     if plan.config.launch.device == "cpu":
         keep_freed_memory()
     run(plan, request, timeline)

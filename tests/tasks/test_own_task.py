@@ -117,7 +117,7 @@ def test_the_example_has_no_errors_and_a_curriculum() -> None:
     [
         ("nowhere:Task", "no module nowhere"),
         ("brackets:Missing", "no Missing"),
-        ("brackets:np", "no subclass"),
+        ("brackets:np", "subclass"),
         ("wrong:Abstract", "_generate"),
         ("wrong:NoSeed", "num_sequences"),
         ("wrong:Raises", "KeyError"),

@@ -152,7 +152,8 @@ WITHOUT_LOG = """
 import sys
 from types import SimpleNamespace
 from fla_train.training import worker
-worker.run(SimpleNamespace(run=SimpleNamespace(dir=sys.argv[1])), None, None, None)
+config = SimpleNamespace(run=SimpleNamespace(dir=sys.argv[1]))
+worker.run(SimpleNamespace(config=config), None, None)
 """
 
 
