@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -143,6 +142,9 @@ def _stream(
     yield from (None for _ in done)
     with reading(where, REMEDY, error, (ValueError,)):  # an unknown configuration or split
         path = config.path if is_on_hub(config) else str(Path(config.path).expanduser())
+        # Import it here: it takes a second, and only sources on the Hub need it.
+        import datasets
+
         stream = datasets.load_dataset(
             path, name=config.name, split=config.split, revision=commit, streaming=True
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_name
-from fla_train.hub.checksums import find_export_damage
+from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.tasks import TaskConfig
 from fla_train.training.checkpoint import CheckpointStore, TrainState, find_error
 from fla_train.training.config import TrainConfig
@@ -68,8 +68,9 @@ def is_complete(folder: RunFolder, config: TrainConfig, checkpoint: Path, state:
     """
     if state.step < config.trainer.max_steps and not has_reached(config.task, folder, state.step):
         return False
-    written = folder.loss_plot.is_file() and find_export_damage(folder.export(state.step)) is None
-    return written and find_error(checkpoint) is None
+    export = folder.export(state.step)
+    written = folder.loss_plot.is_file() and (export / CHECKSUMS).is_file()
+    return written and find_export_damage(export) is None and find_error(checkpoint) is None
 
 
 def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool:

@@ -65,7 +65,7 @@ def test_importing_is_fast_and_names_are_listed() -> None:
 def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_path: Path) -> None:
     with hydra.initialize_config_module("fla_train.configs", version_base="1.3"):
         theirs = GlobalHydra.instance().hydra
-        with pytest.raises(ValueError, match="trainer.max_step.*did you mean"):
+        with pytest.raises(ValueError, match=r"trainer.max_step.*did you mean"):
             fla_train.compose("trainer.max_step=3")
         with pytest.raises(ValueError, match=r"compose\('a=1', 'b=2'\)"):
             fla_train.compose(["trainer.max_steps=3"])

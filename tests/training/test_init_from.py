@@ -48,7 +48,7 @@ def test_pretraining_continues_on_the_weights_of_a_run(
     assert losses(run)[0] == pytest.approx(losses(whole)[-1], abs=0.3)
     assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(whole)
     (card,) = run.glob("hf/*/README.md")
-    assert f"| started from the weights of | {whole.name} |" in card.read_text()
+    assert f"| initial weights | {whole.name} |" in card.read_text()
 
 
 def test_no_optimizer_state_comes_along(

@@ -15,8 +15,9 @@ import pytest
 from warm_ranks import WarmRanks
 
 from fla_train.training import checkpoint, run_folder
-from fla_train.training.config import TrainConfig, load_config
+from fla_train.training.config import TrainConfig
 from fla_train.training.launch import launch
+from fla_train.training.plan import read_plan
 from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.filesystem import describe
 from fla_train.utils.locks import locked
@@ -176,7 +177,7 @@ def test_a_run_that_goes_on_keeps_its_warmup(
     for _ in range(2):
         assert planned(run) == "1 warm-up steps"
         warm_ranks.launch(make_config(*wsd, run, "trainer.max_steps=40"))
-        assert load_config(tmp_path / "run/config.yaml").schedule.warmup_steps == 1
+        assert read_plan(tmp_path / "run/plan.json").config.schedule.warmup_steps == 1
     assert "schedule.warmup_steps" not in capfd.readouterr().out
     assert planned(run, "schedule.warmup_steps=7") == "7 warm-up steps"  # who asks for it gets it
     assert planned(f"run.dir={tmp_path / 'fresh'}") == planned() == "30 warm-up steps"

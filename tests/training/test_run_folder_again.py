@@ -12,7 +12,6 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.training import checkpoint
-from fla_train.training import launch as launch_module
 from fla_train.training.config import to_config
 from fla_train.utils.records import read_metrics
 
@@ -84,7 +83,7 @@ def test_a_change_that_is_refused_prepares_nothing(
     def prepare(*_: object, **__: object) -> None:
         raise AssertionError("data were prepared")
 
-    monkeypatch.setattr(launch_module, "prepare", prepare)
+    monkeypatch.setattr("fla_train.training.resolve.prepare", prepare)
     code, said = fla_train(f"run.dir={run}", *change)
     assert code == 2 and named in said and "belongs to another run" in said
 
@@ -95,7 +94,7 @@ def test_another_text_under_the_same_path_is_refused_before_it_is_tokenized(
     def prepare(*_: object, **__: object) -> None:
         raise AssertionError("data were prepared")
 
-    monkeypatch.setattr(launch_module, "prepare", prepare)
+    monkeypatch.setattr("fla_train.training.resolve.prepare", prepare)
     copied, text = shutil.copytree(run, tmp_path / "copy"), shutil.copytree(corpus, tmp_path / "text")
     config = copied / "config.yaml"
     config.write_text(config.read_text().replace(str(corpus), str(text)))
