@@ -134,11 +134,13 @@ def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None
     return "\n".join([*lines, "\nConfig\n", OmegaConf.to_yaml(config)])
 
 
-def _store_placeholders() -> None:
+def _store_placeholders(config_name: str) -> None:
     """Let Hydra compose without the schemas, which import torch; `register` of a command replaces them."""
+    # An earlier command of this process may have stored the schema of `train`, which lacks keys of `prepare`.
+    replaced = {"prepare": "train"}.get(config_name)
     store = ConfigStore.instance()
     for name in ("train", "model", "zoo", "eval", "export", "generate"):
-        if f"{name}_schema.yaml" not in store.repo:
+        if name == replaced or f"{name}_schema.yaml" not in store.repo:
             store.store(name=f"{name}_schema", node={})
 
 
@@ -232,7 +234,7 @@ def run_hydra(
     try:
         if flags.experimental_rerun:
             raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
-        _store_placeholders()
+        _store_placeholders(config_name)
         check = check_sweep if flags.multirun else compose
         if flags.help:
             print(help_text(config_name, overrides, config_dir))

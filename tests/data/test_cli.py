@@ -42,8 +42,8 @@ def test_a_mixture_on_the_command_line(run, local):
     overrides = ["data=mixture", f"data.cache_dir={local.cache_dir}"]
     one = f"one: {{weight: 0.75, path: {local.path}}}"
     two = "two: {weight: 0.25, source: stdlib, max_documents: 5}"
-    code, out, _ = run(*overrides, f"+data.mixture={{{one}, {two}}}")
-    assert code == 0 and "one: 3 of 4 sequences; train: " in out
+    code, out, err = run(*overrides, f"+data.mixture={{{one}, {two}}}")
+    assert code == 0 and "one: 3 of 4 sequences; train: " in out, err
     assert_error(
         run(*overrides, f"+data.mixture={{{one}, two: {{weight: 0}}}}"), 2, "data.mixture.two.weight"
     )
