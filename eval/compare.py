@@ -62,7 +62,7 @@ def difference(
             error *= abs(change / tested)
     elif score.stderr is not None and other.stderr is not None:
         error = math.hypot(score.stderr, other.stderr)
-    significant = math.isinf(change) or bool(error and abs(change) > 2 * error)
+    significant = math.isinf(change) or (error is not None and abs(change) > 2 * error)
     if score.higher_is_better is None or not significant:
         return change, error, ""
     return change, error, BETTER if (change > 0) == score.higher_is_better else WORSE

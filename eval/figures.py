@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +68,11 @@ def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
         for data, (panel, *along) in zip(sets, axes.T, strict=True):
             for i, result in enumerate(results):
                 scores = [s for s in result.of("perplexity") if (s.data, s.metric) == (data, metric)]
-                if scores:
-                    x, y, low, high = zip(*((s.length, s.value, s.low, s.high) for s in scores), strict=True)
-                    _line(panel, x, y, low, high, color=f"C{i}", label=result.name, marker="o", markersize=3)
+                # Lengths with different sequences average different text, so no line joins them.
+                for j, (_, group) in enumerate(groupby(scores, key=attrgetter("sequences"))):
+                    x, y, low, high = zip(*((s.length, s.value, s.low, s.high) for s in group), strict=True)
+                    label = None if j else result.name
+                    _line(panel, x, y, low, high, color=f"C{i}", label=label, marker="o", markersize=3)
             panel.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
             _length_axis(panel, lengths, "context length (tokens)")
             _bound(panel)

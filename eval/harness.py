@@ -284,6 +284,7 @@ def task_jobs(
         options |= dict.fromkeys(seeds, suite.seed)
 
     def run(name: str) -> Measured:
+        lm.pop_truncated()  # of a task that failed
         loaded = manager.load([name])
         children = {child for names in loaded["group_map"].values() for child in names}
         everything = {**loaded["groups"], **loaded["tasks"]}

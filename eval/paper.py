@@ -82,7 +82,9 @@ def paper_table(results: Sequence[EvalResult]) -> pd.DataFrame | None:
 
 def _cell(head: str, value: float | None) -> str:
     """Format a value with the papers' number of digits."""
-    return "-" if value is None else f"{value:.{2 if 'ppl' in head else 1}f}"
+    if value is None:
+        return "-"
+    return f"{value:.2e}" if abs(value) >= 1e6 else f"{value:.{2 if 'ppl' in head else 1}f}"
 
 
 @dataclass(frozen=True)

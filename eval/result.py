@@ -179,19 +179,14 @@ def find_result(place: str | Path) -> EvalResult:
     """Read the result in a folder of `fla-eval`, or the newest result with scores of a run folder.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it is damaged.
     """
     folder = Path(place).expanduser()
     files = [folder / "results.json"] if (folder / "results.json").is_file() else []
     for file in files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime):
-        try:
-            result = EvalResult.load(file)
-        except ValueError:
-            if files:
-                raise
-            continue  # an expressivity test, or a file that a full disk cut short
-        if result.scores or files:
-            return result
+        if not files and not read_json(file).get("scores"):
+            continue  # an expressivity test, or only errors
+        return EvalResult.load(file)
     raise ValueError(f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder")
 
 

@@ -226,8 +226,10 @@ def check_output(folder: Path) -> None:
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"{parent} is not a folder that can be written to: give another output")
-    if (folder / "config.yaml").is_file() or (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds a run or a model: give a new folder, such as {folder}/eval/mine")
+    if any((folder / name).is_file() for name in ("config.yaml", "config.json", "manifest.json")):
+        raise ValueError(
+            f"{folder} holds a run, a checkpoint or a model: give a new folder, such as {folder}/eval/mine"
+        )
 
 
 def _check_checkpoint(folder: Path, identity: dict[str, Any], run: Path | None) -> None:

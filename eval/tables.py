@@ -10,6 +10,14 @@ from fla_train.eval.paper import paper_table, published
 from fla_train.eval.result import EvalResult, unique
 
 SECTIONS = {"perplexity": "Perplexity", "needle": "Needle in a haystack", "tasks": "Tasks"}
+# Signs that pdfLaTeX does not know.
+LATEX = {
+    "±": r"$\pm$",
+    "▲": r"$\bigtriangleup$",
+    "▼": r"$\bigtriangledown$",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
+}
 MARKS = "▲ better, ▼ worse than the first by more than two standard errors of the difference."
 
 
@@ -24,7 +32,10 @@ def write_tables(folder: Path, results: Sequence[EvalResult]) -> None:
     parts += [
         frame.to_latex(index=False, escape=True) for frame in (paper, *shown.values()) if frame is not None
     ]
-    (folder / "table.tex").write_text("\n".join(parts), encoding="utf-8")
+    text = "\n".join(parts)
+    for sign, command in LATEX.items():
+        text = text.replace(sign, command)
+    (folder / "table.tex").write_text(text, encoding="utf-8")
 
 
 def single(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
