@@ -71,7 +71,9 @@ def run(options: Train, report: Report, compose: Compose) -> None:
         f"{trainer.micro_batch_size} x {trainer.seq_len} tokens on each of {processes} processes "
         "(trainer.global_batch_tokens, .micro_batch_size, .seq_len)"
     )
-    rows = report.table("rows", COLUMNS, _rows(options, config, report.ceilings))
+    rows = report.table(
+        "rows", COLUMNS, _rows(options, config, None if config.launch.device == "cpu" else report.ceilings)
+    )
     if all("note" in row for row in rows):
         raise ValueError(rows[0]["note"])
     report.table("times", TIMES, _time_rows(rows))
@@ -143,9 +145,10 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
         speed = throughput.read()
         if any(result.skipped for result in results):
             raise ValueError("the loss or a gradient was not finite")
-        times = {"data": speed["data_wait"] * 1e3 * tokens / speed["tokens_per_second"]}
+        times = {}
         if device.type == "cuda":
-            times = breakdown(lambda: step(batch()).read()) | times
+            times = breakdown(lambda: step(batch()).read())
+            times["data"] = speed["data_wait"] * 1e3 * tokens / speed["tokens_per_second"]
     step_ms = 1e3 * tokens / speed["tokens_per_second"]
     row = {
         "model": name,

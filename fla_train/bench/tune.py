@@ -230,4 +230,4 @@ def has_gluon(kernel: str, key: Key) -> bool:
 
 
 def _first_line(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {str(failure).strip().splitlines()[:1]}"
+    return f"{type(failure).__name__}: {next(iter(str(failure).strip().splitlines()), '')}"
