@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import check_backend, interface
+from fla_train.kernels.delta_product import check_backend, interface, selfcheck
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
 from fla_train.kernels.delta_product.selfcheck import (
     CASES,
@@ -61,6 +61,18 @@ def test_one_wrong_gradient_is_found(monkeypatch, name):
 
     report = report_on_wrong(monkeypatch, scale_gradient)
     assert {row.tensor for row in report.rows if not row.ok} == {f"d{name}"}
+
+
+def test_one_wrong_copy_of_many_is_found(monkeypatch):
+    def last_sequence(arguments):
+        v = arguments["v"]
+        return arguments | {"v": torch.cat([v[:-1], 1.05 * v[-1:]])}
+
+    monkeypatch.setattr(selfcheck, "num_copies", lambda *_: 5)
+    assert report_on_wrong(monkeypatch, lambda a: a).ok
+    report = report_on_wrong(monkeypatch, last_sequence)
+    wrong = {(row.case, row.tensor) for row in report.rows if not row.ok}
+    assert wrong >= {(case.name, tensor) for case in FEW for tensor in ("o", "dv")}
 
 
 def test_what_a_backend_raises_is_reported(monkeypatch):
