@@ -165,13 +165,16 @@ def load_tokenizer(
     Raises:
         ValueError: it has none, or it can't be read.
     """
-    if isinstance(source, Path) and not any(source.glob("tokenizer*")):
-        raise ValueError(
-            f"{source} has no tokenizer: evaluate a model of a synthetic task with suite=expressivity, or "
-            "save the tokenizer in this folder"
-        )
-    with _one_line(source):
-        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
+    try:
+        with _one_line(source):
+            return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
+    except ValueError as failure:
+        if isinstance(source, Path) and not any(source.glob("tokenizer*")):
+            raise ValueError(
+                f"{source} has no tokenizer: evaluate a model of a synthetic task with suite=expressivity, "
+                "or save the tokenizer in this folder"
+            ) from failure
+        raise
 
 
 def load_weights(
@@ -188,6 +191,8 @@ def load_weights(
     if isinstance(source, Path) and (damage := find_export_damage(source, hashed_bytes=HASHED_BYTES)):
         raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     with _one_line(source), no_progress_bars():
+        if mixer is not None and config_content(source).get("mixer") is None:
+            raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
         translation = find_translation(source, translate)
         if translation is not None:
             model, report = load_translated(source, translation, dtype)

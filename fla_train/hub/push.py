@@ -1,7 +1,9 @@
 """Upload an exported folder to the Hugging Face Hub as one commit."""
 
+import glob
 import re
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -16,12 +18,13 @@ HTTPError = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever this hu
 ACCESS = (401, 403, 404)  # statuses that reject a token or a name
 NO_TOKEN = "no Hub token: run `hf auth login` or set HF_TOKEN"
 # Files of an earlier export that would change how this one loads. They are deleted unless they are replaced.
+# All are at the top level: other folders of the repository belong to its owner.
 EARLIER = [
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "checksums.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template.jinja", "additional_chat_templates/*", "models_*.py", "kernels_*.py"),
-    "utils_*.py",
+    *("chat_template.jinja", "models_*.py", "kernels_*.py", "utils_*.py"),
 ]
+TEMPLATES = "additional_chat_templates/*"
 
 
 def push(
@@ -83,12 +86,14 @@ def push(
                 (staged / CARD).unlink()
                 card = published_card(folder, name, origin, license=license, language=language)
                 (staged / CARD).write_text(card)
+            present = [file for file in api.list_repo_files(name, revision=revision) if "/" not in file]
+            earlier = [file for file in present if any(fnmatch(file, pattern) for pattern in EARLIER)]
             commit = api.upload_folder(
                 repo_id=name,
                 folder_path=staged,
                 revision=revision,
                 commit_message=f"Upload {own_name(folder)} with fla-train",
-                delete_patterns=EARLIER,
+                delete_patterns=[*map(glob.escape, earlier), TEMPLATES],
             )
         if tag is not None:
             _set_tag(api, name, tag, commit.oid)

@@ -90,6 +90,7 @@ def test_files_of_an_earlier_export_are_deleted(hub: FakeHub, small_model, token
     repo = hub.repos["user/tiny"]
     assert repo.files()["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
     others = {".gitattributes": b"*.png filter=lfs", "notes.json": b"{}", "extra.jinja": b"{{ messages }}"}
+    others["adapters/mine.safetensors"] = b"weights"
     repo.commits[-1].update(others)
     tokenizer.chat_template = None
     second = export_model(small_model, tokenizer, tmp_path / "second", format="fla", validate=False)
