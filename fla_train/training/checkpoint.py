@@ -227,8 +227,9 @@ class CheckpointStore:
                     "trainer.resume=auto to resume it, or another run.dir"
                 )
             return None
-        if resume != "auto" and (newest := self.newest_state(resume)) and newest[0] not in present:
-            return self._choose_foreign(Path(resume), present)
+        newest = None if resume == "auto" else self.newest_state(resume)
+        if newest and (newest[0] == Path(resume) or newest[0] not in present):
+            return self._choose_named(Path(resume), present)
         for checkpoint in reversed(present):
             error = find_error(checkpoint, self._run)
             if error is None:
@@ -238,7 +239,7 @@ class CheckpointStore:
             raise ValueError(f"no checkpoint in {self.folder} is intact: delete it to start again")
         return None
 
-    def _choose_foreign(self, checkpoint: Path, present: Sequence[Path]) -> Path:
+    def _choose_named(self, checkpoint: Path, present: Sequence[Path]) -> Path:
         if error := find_error(checkpoint):
             raise ValueError(f"trainer.resume={checkpoint} is not an intact checkpoint: {error}")
         step = read_manifest(checkpoint)["step"]
