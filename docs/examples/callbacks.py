@@ -64,7 +64,8 @@ class SmoothLoss(Callback):
 
     def after_step(self, step: int, metrics: dict) -> None:
         torch.distributed.all_reduce(self.step_loss)
-        self.mean = torch.where(self.mean == 0, self.step_loss, self.mean.lerp(self.step_loss, 0.1))
+        new = torch.where(self.mean == 0, self.step_loss, self.mean.lerp(self.step_loss, 0.1))
+        self.mean = torch.where(new.isfinite(), new, self.mean)  # a skipped step may have an infinite loss
         self.step_loss = torch.zeros_like(self.mean)
         metrics["smooth_loss"] = self.mean
 

@@ -143,7 +143,7 @@ def make_callbacks(entries: Sequence[str | Mapping[str, Any]]) -> list[Callback]
         path = str(options.pop("class", ""))
         if ":" not in path:
             raise ValueError(
-                f"trainer.callbacks: {entry} names no class: write package.module:Class, or "
+                f"{entry} does not name a class: write package.module:Class, or "
                 "{class: package.module:Class, option: value}"
             )
         made = import_class(path, Callback, "fla_train.training.callback.Callback")

@@ -13,12 +13,12 @@ files and copies its fragments.
 """
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -41,23 +41,19 @@ from fla_train.training.checkpoint import (
 from fla_train.training.deepspeed_patches import files_through
 from fla_train.utils.random_states import set_random_states
 
-ALLOWED = [
-    *(LossScaler, ZeroStageEnum, fragment_address),  # in DeepSpeed's optimizer files
-    # Numpy's random state, which older rng files hold as an array instead of a tensor.
-    *(np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
-]
+# Types in DeepSpeed's optimizer files.
+ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
 # DeepSpeed's names in a rank's ZeRO-2 state.
 ADAM = "base_optimizer_state"
 FRAGMENTS = "param_slice_mappings"
 
 
 def load_checkpoint(engine, folder: Path) -> TrainState:
-    """Restore `engine` and this rank's random states from the checkpoint `folder`. Every rank calls it.
+    """Restore `engine` from the checkpoint `folder`. Every rank calls it.
 
     The restored state is exact if the number of ranks has not changed. If the number differs, weights and
-    moments are equal, sums over ranks round differently, and a rank beyond the saved ones uses the random
-    states of a saved one. Weight decay, betas and similar settings stay those of `engine`, because a config
-    may change them.
+    moments are equal, and sums over ranks round differently. Weight decay, betas and similar settings stay
+    those of `engine`, because a config may change them.
 
     Raises:
         ValueError: it belongs to another model, or a file holds more than tensors and plain values.
@@ -80,8 +76,13 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     kept = getattr(engine.optimizer.optimizer, "configured", None)
     for group, settings_now in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update({k: v for k, v in settings_now.items() if kept is None or k in kept})
-    set_random_states(load_file(folder / RANDOM_FILE.format(rank=dist.get_rank() % saved)))
     return read_state(folder)
+
+
+def load_random_states(folder: Path) -> None:
+    """Restore this rank's random states. A rank beyond the saved ones uses those of a saved one."""
+    rank = dist.get_rank() % world_size(folder)
+    set_random_states(load_file(folder / RANDOM_FILE.format(rank=rank)))
 
 
 def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str], None]) -> None:
@@ -92,13 +93,23 @@ def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str
     """
     files = [folder / FEATURES_FILE.format(rank=rank) for rank in range(world_size(folder))]
     saved = [load_file(file, mmap=True) for file in files]
+    names = set().union(*saved)
     for feature in features:
-        if feature.name in saved[0]:
+        if feature.name in names:
             feature.load_state_dict([states.get(feature.name, {}) for states in saved])
         elif feature.state_dict():
             log(f"resume       {feature.name} starts afresh: the checkpoint has no state of it")
-    for name in saved[0].keys() - {feature.name for feature in features}:
-        log(f"resume       the state of {name} is dropped: the run has it no more")
+    for name in sorted(names - {feature.name for feature in features}):
+        log(f"resume       the state of {name} is dropped: the run no longer uses it")
+
+
+def is_loadable(value: Any) -> bool:
+    """Return whether `load_file` reads this state of a feature: tensors and plain values, also nested."""
+    if type(value) in (dict, OrderedDict):
+        return all(map(is_loadable, (*value.keys(), *value.values())))
+    if type(value) in (list, tuple):
+        return all(map(is_loadable, value))
+    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)
 
 
 def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:

@@ -150,7 +150,8 @@ def check_elementwise(made: type[torch.optim.Optimizer], config: OptimizerConfig
         parameters = [nn.Parameter(piece) for piece in cut(start)]
         groups = [{"params": parameters, "weight_decay": config.weight_decay}]
         try:
-            optimizer = made(groups, lr=config.lr, **(config.options or {}))
+            # A fixed rate: with a small one, wrong updates would be within the tolerance.
+            optimizer = made(groups, lr=0.01, **(config.options or {}))
             if optimizer.state:
                 raise ValueError("it creates state in its constructor; create it in the first step")
             for gradient in gradients:

@@ -37,7 +37,12 @@ from fla_train.training.features.profile import Profile
 from fla_train.training.features.pushes import Pushes
 from fla_train.training.features.statistics import Statistics
 from fla_train.training.features.suites import Suites
-from fla_train.training.load_checkpoint import load_checkpoint, load_features
+from fla_train.training.load_checkpoint import (
+    is_loadable,
+    load_checkpoint,
+    load_features,
+    load_random_states,
+)
 from fla_train.training.log import RunLogger
 from fla_train.training.optimizer import make_schedule
 from fla_train.training.plan import RunPlan
@@ -164,6 +169,8 @@ class Trainer:
             feature.attach(self)
         if resume is not None:
             load_features(self.features, resume, self.log)
+            # Set them last, because features may draw numbers until here.
+            load_random_states(resume)
         self.timeline.mark("evaluation and loggers")
 
     @property
@@ -194,14 +201,11 @@ class Trainer:
                 tokens = self._step(loader)
                 finished = self._read_results()
                 self.throughput.stop(tokens)
-                self._account(finished)
+                self._report(finished)
                 self.checkpoints.poll()
-                if finished:
-                    for feature in self.features:
-                        feature.after_results(finished)
                 # A feature may have just ended the run.
                 if self.finished:
-                    self._account(self._read(len(self.unread)))
+                    self._report(self._read(len(self.unread)))
                 self._between_steps()
                 if self.stopping and not self.finished:
                     self._leave()
@@ -256,7 +260,9 @@ class Trainer:
         self.state.step = step
         self.state.sequences += self.batches.global_batch
         self.state.tokens += tokens
-        values = [torch.as_tensor(value, device=device).detach().double() for value in metrics.values()]
+        # A blocking copy of a number to the device would wait for the step.
+        values = [torch.as_tensor(value).detach().double() for value in metrics.values()]
+        values = [value.to(device, non_blocking=True) for value in values]
         values = HostTransfer(torch.stack(values) if values else torch.empty(0))
         self.unread.append(LaunchedStep(step, self.state.tokens, rate, outcome, list(metrics), values))
         return tokens
@@ -264,7 +270,9 @@ class Trainer:
     def _precompile(self, batch: Batch) -> None:
         if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
             self.watchdog.beat("compiling the kernels of the first step")
-            precompile_step(self.engine, batch, cores_of_rank(), self.features)
+            # Custom callbacks may count the calls of `model_inputs`, so only this package's are called.
+            inputs = [feature for feature in self.features if isinstance(feature, InitialStates)]
+            precompile_step(self.engine, batch, cores_of_rank(), inputs)
             self.timeline.mark("kernels")
 
     def _read_results(self) -> list[FinishedStep]:
@@ -282,6 +290,13 @@ class Trainer:
         """Remove the `count` oldest unread steps from the queue and wait for their results."""
         launched, self.unread = self.unread[:count], self.unread[count:]
         return [entry.read() for entry in launched]
+
+    def _report(self, finished: Sequence[FinishedStep]) -> None:
+        """Log finished steps and pass them to the features."""
+        self._account(finished)
+        if finished:
+            for feature in self.features:
+                feature.after_results(finished)
 
     def _account(self, finished: Sequence[FinishedStep]) -> None:
         """Count and log finished steps, equally on all ranks.
@@ -335,6 +350,12 @@ class Trainer:
         if self.lock is not None:
             self.lock.check()
         states = {feature.name: feature.state_dict() for feature in self.features}
+        # With other types no checkpoint could be read again.
+        for name, content in states.items():
+            if not is_loadable(content):
+                raise TrainingStopped(
+                    f"the state of {name} can't be saved: it may hold tensors, numbers, text, dicts and lists"
+                )
         stall = self.checkpoints.save(state, {name: content for name, content in states.items() if content})
         self.logger.record(
             {"step": state.step, "tokens": state.tokens, "checkpoint_stall_s": round(stall, 4)}

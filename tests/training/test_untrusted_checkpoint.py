@@ -3,7 +3,9 @@
 import os
 import random
 import shutil
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,13 @@ from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
-from fla_train.training.load_checkpoint import load_checkpoint, load_features, load_file
+from fla_train.training.load_checkpoint import (
+    is_loadable,
+    load_checkpoint,
+    load_features,
+    load_file,
+    load_random_states,
+)
 from fla_train.training.resolve import resolve
 from fla_train.utils.filesystem import describe
 from fla_train.utils.random_states import random_states, set_random_states
@@ -66,6 +74,7 @@ def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, s
         with pytest.raises(ValueError) as refused:
             load_checkpoint(engine, copy)
             load_features([], copy, print)
+            load_random_states(copy)
         refusals[case] = str(refused.value)
     return refusals
 
@@ -79,6 +88,27 @@ def test_a_payload_in_any_file_is_refused(
     assert len(refusals) == 5 and not (tmp_path / "marker").exists()
     for case, line in refusals.items():
         assert (case if case.endswith(".pt") else "optim_states.pt") in line and "mkdir" in line
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"tensors": [torch.ones(2)], "numbers": (1, 2.5, None, True), "text": "a"},
+        OrderedDict(weight=torch.zeros(1)),
+        {"number": np.float64(0.5)},
+        {"window": deque([1.0])},
+        {"time": timedelta(1)},
+    ],
+    ids=str,
+)
+def test_a_state_is_saved_only_if_it_can_be_read(tmp_path: Path, state: dict) -> None:
+    torch.save(state, tmp_path / "state.pt")
+    try:
+        load_file(tmp_path / "state.pt")
+    except ValueError:
+        assert not is_loadable(state)
+    else:
+        assert is_loadable(state)
 
 
 def test_random_states_come_back(tmp_path: Path):

@@ -71,8 +71,7 @@ class CudaGraphPass:
         keep their addresses.
 
         Returns:
-            The loss, an fp32 scalar. It and the gradients are valid until the next call. None if the pass
-            can't be
+            The loss, an fp32 scalar, valid until the next call like the gradients. None if the pass can't be
             recorded: the caller has to run it.
 
         Raises:

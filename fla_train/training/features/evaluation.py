@@ -178,8 +178,7 @@ class TaskEvaluation(Evaluation):
 
     def between_steps(self, step: int) -> None:
         super().between_steps(step)
-        self._look_at_target(step)
-        if self.trainer.reached:
+        if self._look_at_target(step):
             self.trainer.log(f"step {step:,}: task.stop_at reached twice in a row; the run ends here")
 
     def evaluate(self, step: int) -> tuple[Record, str]:
@@ -200,13 +199,14 @@ class TaskEvaluation(Evaluation):
                 line += f"; the curves could not be written ({reason(error)})"
         return record, line
 
-    def _look_at_target(self, step: int) -> None:
-        """Set `trainer.reached` on all ranks, according to metrics.jsonl on rank 0."""
+    def _look_at_target(self, step: int) -> bool:
+        """Return whether metrics.jsonl on rank 0 reaches the target, and end the run on all ranks if so."""
         if not self._config.stop_at:
-            return
+            return False
         answer = [self.trainer.rank == 0 and has_reached(self._config, self.trainer.folder, step)]
         dist.broadcast_object_list(answer)
-        self.trainer.reached = answer[0]
+        self.trainer.reached |= answer[0]
+        return answer[0]
 
     @torch.no_grad()
     def _score(self, task: Task, step: int) -> Score:

@@ -56,7 +56,12 @@ class Exports(Callback):
         trainer.watchdog.beat(f"exporting step {step}")
         models: dict[str, Mapping[str, Tensor]] = {"hf": {}}
         for feature in trainer.features:
-            models |= feature.exported_weights()
+            for name, weights in feature.exported_weights().items():
+                if name in models:
+                    raise TrainingStopped(f"{feature.name}: another feature exports {name}, too")
+                if unknown := weights.keys() - dict(trainer.model.named_parameters()):
+                    raise TrainingStopped(f"{feature.name}: the model has no parameter {min(unknown)}")
+                models[name] = weights
         if trainer.rank == 0:  # other machines may see a shared folder late
             try:
                 plots = self._draw()

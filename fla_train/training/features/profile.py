@@ -9,7 +9,7 @@ from fla_train.utils.profiling import profiled
 
 
 class Profile(Callback):
-    """Write a trace of the chosen steps, including callbacks, to the folder `profile` of the run."""
+    """Write a trace of the chosen steps to the folder `profile` of the run."""
 
     def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
         self._trace = ExitStack()
