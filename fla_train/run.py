@@ -192,7 +192,7 @@ def _is_readable(folder: Path) -> bool:
         reason = "it has no trainer.max_steps"
     except (OSError, ValueError) as failure:
         reason = " ".join(str(failure).split())
-    logger.warning("%s is left out, its config.yaml is no run's: %s", folder, reason)
+    logger.warning("%s is left out, because its config.yaml does not belong to a run: %s", folder, reason)
     return False
 
 

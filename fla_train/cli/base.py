@@ -63,8 +63,9 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
+    missing = {}
     for key, value in named_classes(base).items():
-        if not given.get(key):
+        if key not in given:
             section = key.partition(".")[0] + "."  # whose keys may be those of the base only
             single = [
                 o.input_line
@@ -73,10 +74,12 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
             ]
             composed = OmegaConf.to_container(compose("train", single, config_dir=config_dir))
             if named_classes(composed).get(key) != value:
-                raise ValueError(
-                    f"{run or weights} names code in {key}, and a folder does not choose the imports: "
-                    f"name it in the command too: {shlex.quote(assign(key, value))}"
-                )
+                missing[key] = value
+    if missing:
+        raise ValueError(
+            f"{run or weights} names code in {', '.join(missing)}, and a folder does not choose the imports: "
+            f"name it in the command too: {' '.join(shlex.quote(assign(*item)) for item in missing.items())}"
+        )
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []

@@ -41,7 +41,7 @@ def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], Dict
     scales, experiments = _values(overrides, "scale"), _values(overrides, "experiment")
     for scale in scales - {"paper"} & set(SCALES):
         if not experiments - {"null"}:
-            raise ValueError("it changes an experiment: add experiment=NAME")
+            raise ValueError("a scale changes an experiment: add experiment=NAME")
         for experiment in experiments:
             try:
                 sections = compose([f"experiment={experiment}", "scale=sections"]).scales or {}

@@ -76,15 +76,16 @@ def find_misfits(config: TrainConfig) -> list[str]:
         *_launch_errors(config),
         *_device_errors(config),
         *find_conflicts(config),
-        *(
-            f"{callback.name}: {line}"
-            for callback in make_callbacks(config.trainer.callbacks)
-            for line in callback.check(config)
-        ),
         *_state_errors(config),
         *_context_errors(config),
         *(_batch_errors(config) if config.task is None else _task_batch_errors(config)),
     ]
+
+
+def find_callback_errors(config: TrainConfig) -> list[str]:
+    """List the errors that callbacks find in a resolved config."""
+    callbacks = make_callbacks(config.trainer.callbacks)
+    return [f"{callback.name}: {line}" for callback in callbacks for line in callback.check(config)]
 
 
 def find_schedule_misfits(config: TrainConfig) -> list[str]:
@@ -109,6 +110,11 @@ def find_schedule_misfits(config: TrainConfig) -> list[str]:
 
 def _launch_errors(config: TrainConfig) -> Iterator[str]:
     launch = config.launch
+    if launch.machine_rank is not None and not 0 <= launch.machine_rank < launch.num_machines:
+        yield (
+            f"launch.machine_rank={launch.machine_rank} must lie in 0..{launch.num_machines - 1} "
+            f"(launch.num_machines={launch.num_machines})"
+        )
     if launch.num_processes % launch.num_machines:
         yield (
             f"launch.num_processes={launch.num_processes} (all machines together) is not a multiple of "

@@ -198,13 +198,6 @@ class LaunchConfig:
             return f"{self.num_processes} process(es)"
         return f"{self.data_parallel} group(s) of {self.context_parallel} processes"
 
-    def check(self) -> Iterator[str]:
-        if self.machine_rank is not None and not 0 <= self.machine_rank < self.num_machines:
-            yield (
-                f"machine_rank={self.machine_rank} must lie in 0..{self.num_machines - 1} "
-                f"(launch.num_machines={self.num_machines})"
-            )
-
 
 @dataclass
 class WandbConfig:
@@ -282,7 +275,7 @@ def _resume_errors(config: TrainConfig) -> Iterator[str]:
         yield f"trainer.resume={resume} is a run folder: give one of the folders in its checkpoints/"
     # A run that already has checkpoints no longer needs the path that it started from.
     elif not Path(resume).is_dir() and not (run_dir and (Path(run_dir) / "checkpoints").is_dir()):
-        yield f"trainer.resume={resume} is no checkpoint folder: use auto, none or an existing path"
+        yield f"trainer.resume={resume} is not a checkpoint folder: use auto, none or an existing path"
 
 
 def _model_errors(config: TrainConfig) -> Iterator[str]:
@@ -388,7 +381,7 @@ def load_config(path: Path) -> TrainConfig:
     try:
         return to_config(read_saved(path))
     except (OSError, AttributeError, KeyError, TypeError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} is no config of this version: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is not a config of this version: {' '.join(str(error).split())}") from error
 
 
 def records_graph(config: TrainConfig) -> bool:

@@ -1,9 +1,9 @@
 """Change DeepSpeed's internals (version 0.19.8), with the reason for each change.
 
 - Each change affects one engine, one module attribute or one accelerator object. No file of DeepSpeed is
-edited.
+  edited.
 - `tests/training/test_deepspeed_patches.py` has a test for each change that fails once DeepSpeed no longer
-needs it.
+  needs it.
 """
 
 from collections.abc import Iterator

@@ -169,8 +169,9 @@ def _training_flops(config: TrainConfig) -> float:
 def _memory(config: TrainConfig, count: ParameterCount) -> int:
     """Return bytes per process. For models of other libraries, count weights, gradients and AdamW only."""
     trainer = config.trainer
+    callbacks = sum(callback.memory(config) for callback in make_callbacks(trainer.callbacks))
     if is_zoo(config.model):
-        return 8 * count.total + 8 * count.total // config.launch.num_processes
+        return 8 * count.total + 8 * count.total // config.launch.num_processes + callbacks
     memory = training_memory_bytes(
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,
@@ -185,7 +186,6 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
     float8_weights = 2 * count.total if in_float8 else 0
     # A step with statistics runs without the graph, whose activations stay allocated meanwhile.
     beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
-    callbacks = sum(callback.memory(config) for callback in make_callbacks(trainer.callbacks))
     return memory.total + float8_weights + beside_graph + _state_bytes(config) + callbacks
 
 

@@ -1,6 +1,6 @@
 """Resolve a request to a plan: `resolve` fills in open values and checks the result once.
 
-1. Check every key and section of the request, and make its paths absolute.
+1. Make the paths of the request absolute, and check every key and section.
 2. Fill in the sizes that the task, the saved run and this machine decide.
 3. Check the filled-in config: batch, device, options that exclude each other.
 4. Check the run folder, the Hub and the weights of `init_from` before hours of tokenizing.
@@ -23,7 +23,7 @@ from fla_train.hub.push import check_access
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.tasks import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
-from fla_train.training.checks import find_misfits, find_schedule_misfits
+from fla_train.training.checks import find_callback_errors, find_misfits, find_schedule_misfits
 from fla_train.training.config import TrainConfig
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
@@ -48,11 +48,12 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     Raises:
         ValueError: the request, the run folder or the data have errors, listed one per line.
     """
-    require_valid(request)
     request = deepcopy(request)
     _make_paths_absolute(request)
+    require_valid(request)
     config = deepcopy(request)
     folder = None if config.run.dir is None or data == "none" else RunFolder(Path(config.run.dir))
+    # Without a run folder there is at most the checkpoint that `trainer.resume` names.
     store = CheckpointStore(Path(os.devnull)) if folder is None else folder.store
     saved = None if data == "none" else store.newest_state(config.trainer.resume)
     if config.task is not None:
@@ -235,3 +236,4 @@ def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
             )
     _require_none(find_schedule_misfits(config))
     config.schedule.warmup_steps = config.schedule.warmup(trainer.max_steps)
+    _require_none(find_callback_errors(config))

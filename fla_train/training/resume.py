@@ -139,9 +139,11 @@ def check_config_consistency(
     Raises:
         ValueError: on all ranks, with the differences.
     """
-    compared = ("fixed", "logged")
     facts: dict[str, object] = {
-        key: value for key, value in recorded(config).items() if resume_rule(TrainConfig, key) in compared
+        key: value
+        for key, value in recorded(config).items()
+        if key.startswith("model.")
+        or (resume_rule(TrainConfig, key) in ("fixed", "logged") and not key.startswith("hub."))
     }
     facts["the prepared data"] = data.folder.name
     facts["the Hub's commit of the data"] = data.commits()
