@@ -33,8 +33,7 @@ def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
 
     Raises:
         ValueError: no such checkpoint, it was not trained on a task, only the checkpoint names the task's
-        class,
-            or there are several processes.
+            class, or there are several processes.
     """
     check_request(config)
     if world_size() > 1:

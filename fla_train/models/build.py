@@ -22,13 +22,8 @@ if TYPE_CHECKING:  # the launcher of a run imports configs but no models, which 
 
 NODE_KEYS = ("source", "model_type", "config", "vocab_size")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, unless the node sets them
-NOT_FIELDS = (
-    "vocab_size",
-    "model_type",
-    "architectures",
-    "dtype",
-    "transformers_version",
-)  # of node["config"]
+# Keys that node["config"] may not have.
+NOT_FIELDS = ("vocab_size", "model_type", "architectures", "dtype", "transformers_version")
 
 
 def is_zoo(node: Mapping[str, Any]) -> bool:

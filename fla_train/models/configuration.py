@@ -60,9 +60,8 @@ class DeltaProductConfig(PreTrainedConfig):
 
     Custom mixers: `mixer` is the class of the linear layers, `package.module:Class`, built with
     `mixer_options` (None: `DeltaProductMixer`); `fla_train.models.mixers.Mixer` is its interface. A file
-    alone
-    never selects code to import: loading builds the model only if the caller also names the class, as in
-    `from_pretrained(folder, mixer="package.module:Class")`, or passes `trust_remote_code=True`.
+    alone never selects code to import: loading builds the model only if the caller also names the class, as
+    in `from_pretrained(folder, mixer="package.module:Class")`, or passes `trust_remote_code=True`.
 
     Raises:
         ValueError: with all errors at once.

@@ -198,8 +198,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
                 last one after the final norm; or some of these by index, with None for the others.
                 Default: the config's.
             output_attentions: return the softmax weights [B, H, T, keys] of each attention layer. Default:
-            the
-                config's.
+                the config's.
             context_part: the tokens are this part of their rows, and all ranks of its group call the model
                 with theirs. `cu_seqlens` has the bounds of the whole row. Excludes padding, cache and states.
             states: initial states of the linear layers in training, and the place for their final states; for
@@ -342,9 +341,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
                 the ranks, if gradients are averaged), so that gradients summed over micro-batches are exact.
                 Default: the number of targets in `labels`. 0 counts as 1.
             others: `shift_labels` [B, T], the target of each position, replaces `labels` (an explicit
-            argument
-                would make Trainer require it of every batch); `context_part`, `states` and `packing` of the
-                backbone.
+                argument would make Trainer require it of every batch); `context_part`, `states` and `packing`
+                of the backbone.
 
         Returns:
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
@@ -403,8 +401,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         context_part: ContextPart | None = None,
     ) -> Tensor:
-        """Return -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t for evaluation, fp32 [B, T -
-        1].
+        """Return -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, fp32 [B, T - 1].
 
         With `shift_labels` [B, T], return the losses of these targets, [B, T], and 0 where it is -100.
         """

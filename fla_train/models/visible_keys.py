@@ -70,10 +70,8 @@ class VisibleKeys(MovableTensors):
 
     def mask(self, queries: slice | None = None, keys: slice | None = None) -> Tensor:
         """Return the mask [B or 1, 1, queries, keys], True where a query sees a key. None: all indices."""
-        queries, keys = (
-            queries or slice(None),
-            keys or slice(None),
-        )  # torch 2.11 cannot trace them as defaults
+        # Torch 2.11 cannot trace these slices as defaults.
+        queries, keys = queries or slice(None), keys or slice(None)
         query, key = self.queries[queries, None], self.keys[keys]
         visible = key <= query
         if self.window is not None:

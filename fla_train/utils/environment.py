@@ -59,7 +59,7 @@ def _peers() -> dict[str, str]:
 
 def _hardware(device: str) -> str:
     """Return the model of the GPU, or of the processor as far as the system names it."""
-    import torch  # imports for seconds, and `--version` does not need it
+    import torch  # takes seconds, and `--version` does not need it
 
     if device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)

@@ -184,9 +184,8 @@ class DeltaProductMixer(nn.Module):
             o, final = delta_product_step(*now, state=state, **options)
             cache.update_recurrent_state(final, self.layer_index)
             return o[:, None]
-        if (
-            state is not None and context.first_documents is not None
-        ):  # documents inside a row start from zeros
+        # Documents inside a row start from zeros.
+        if state is not None and context.first_documents is not None:
             rows, state = state, state.new_zeros(len(context.cu_seqlens) - 1, *state.shape[1:])
             state[context.first_documents] = rows
         o, final = delta_product(

@@ -12,9 +12,8 @@ def config_class(model_type: str) -> type[transformers.PreTrainedConfig]:
     Raises:
         ValueError: transformers has no causal language model of this type.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    )  # imports modeling code in 5.17
+    # Import it here: with transformers 5.17 it imports modeling code.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 3)
