@@ -134,14 +134,21 @@ def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None
     return "\n".join([*lines, "\nConfig\n", OmegaConf.to_yaml(config)])
 
 
-def _store_placeholders(config_name: str) -> None:
-    """Let Hydra compose without the schemas, which import torch; `register` of a command replaces them."""
-    # An earlier command of this process may have stored the schema of `train`, which lacks keys of `prepare`.
-    replaced = {"prepare": "train"}.get(config_name)
+@contextmanager
+def _without_schemas() -> Iterator[None]:
+    """Let Hydra compose without the schemas, which import torch; `register` of a command replaces them.
+
+    Schemas that an earlier command of this process has stored come back afterwards.
+    """
     store = ConfigStore.instance()
-    for name in ("train", "model", "zoo", "eval", "export", "generate"):
-        if name == replaced or f"{name}_schema.yaml" not in store.repo:
-            store.store(name=f"{name}_schema", node={})
+    names = [f"{name}_schema" for name in ("train", "model", "zoo", "eval", "export", "generate")]
+    earlier = {file: store.repo[file] for file in (f"{name}.yaml" for name in names) if file in store.repo}
+    for name in names:
+        store.store(name=name, node={})
+    try:
+        yield
+    finally:
+        store.repo.update(earlier)
 
 
 @contextmanager
@@ -234,15 +241,16 @@ def run_hydra(
     try:
         if flags.experimental_rerun:
             raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
-        _store_placeholders(config_name)
         check = check_sweep if flags.multirun else compose
         if flags.help:
-            print(help_text(config_name, overrides, config_dir))
+            with _without_schemas():
+                print(help_text(config_name, overrides, config_dir))
             return
         if not (flags.hydra_help or flags.shell_completion):
             # Misspelt names are answered before the schemas import torch and transformers.
             if names := checked_without_schemas(repository(config_dir), overrides):
-                check(config_name, names, config_dir=config_dir)
+                with _without_schemas():
+                    check(config_name, names, config_dir=config_dir)
             register()
             overrides = as_written(config_name, overrides, sweep=flags.multirun)
             if extend is not None:
