@@ -212,9 +212,9 @@ def test_nothing_is_written_among_the_files_of_a_run(place: str, run: Path, tmp_
     before = sorted(copy.rglob("*"))
     suite = perplexity_suite(sets=["absent.jsonl"])
     for command in (evaluate, evaluate_expressivity):
-        with pytest.raises(ValueError, match="holds a run or a model"):
+        with pytest.raises(ValueError, match="holds a run"):
             command(EvalConfig(str(tmp_path / "absent"), str(copy / place), suite=suite))
-    with pytest.raises(ValueError, match="holds a run or a model"):
+    with pytest.raises(ValueError, match="holds a run"):
         write_comparison(copy / place, ["a", "b"])
     assert sorted(copy.rglob("*")) == before
     check_output(copy / "eval/mine")
