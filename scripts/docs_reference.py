@@ -1,6 +1,7 @@
-"""Insert the config files and the comparison of frameworks into the site: a hook of mkdocs.yml.
+"""Insert the config files, the comparison of frameworks and formulas into the site: a hook of mkdocs.yml.
 
-The line `<!-- generated: NAME -->` of a page is replaced by the text that the function `NAME` returns.
+The line `<!-- generated: NAME -->` of a page is replaced by the text that the function `NAME` returns. Blocks
+of LaTeX (```math, which GitHub renders) become MathML, which browsers draw without a script.
 """
 
 import re
@@ -14,7 +15,8 @@ OPEN = {"trainer", "launch"}  # groups with a single option, shown unfolded
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Return the text of a page with its generated parts; mkdocs calls this for each page."""
-    return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](), markdown)
+    markdown = re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](), markdown)
+    return re.sub(r"^```math\n(.*?)^```$", lambda match: _mathml(match[1]), markdown, flags=re.S | re.M)
 
 
 def configuration() -> str:
@@ -37,6 +39,12 @@ def comparison() -> str:
     page = (ROOT / "docs" / "comparison.md").read_text()
     (table,) = re.findall(r"(?:^\|.*\n)+", page, re.M)
     return re.sub(r"\[(\d+)\]", r"[[\1]](comparison.md#notes)", table)
+
+
+def _mathml(latex: str) -> str:
+    from latex2mathml.converter import convert  # of the extra `docs`
+
+    return f'<div class="formula">{convert(latex.strip(), display="block")}</div>'
 
 
 def _block(file: Path) -> list[str]:
