@@ -82,7 +82,7 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
         "bwd_fused": 4 * dim + 5 * tile + 6 * 64 + 2 * (64 if variant.num_householder == 1 else 32),
     }
     assert found.products == columns[variant.name] // 16
-    # Spilled addresses have cost a quarter of the backward pass (docs/dev/kernels.md, "Speed").
+    # Spilled addresses have cost a quarter of the backward pass (docs/dev/kernels.md, "Hopper kernels").
     # Triton 3.9 has ptxas allocate registers in another way (--regAllocOptLevel=2), which spills more.
     spilled = 80 if variant.num_householder == 1 else 128
     spilled = 192 if variant.name == "bwd_qkg_wide" else spilled
