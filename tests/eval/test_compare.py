@@ -102,8 +102,6 @@ def test_the_command_compares_folders_and_runs(tmp_path: Path, capsys: pytest.Ca
         result(name).save(tmp_path / place / "results.json")
     (tmp_path / "run/eval/failed").mkdir()
     EvalResult(name="failed").save(tmp_path / "run/eval/failed/results.json")
-    (tmp_path / "run/eval/cut").mkdir()
-    (tmp_path / "run/eval/cut/results.json").write_text('{"scores')
     assert find_result(tmp_path / "run").name == "second"
     arguments = [
         str(tmp_path / "a"),
