@@ -16,6 +16,7 @@ shard with a record is complete. The manifest collects the records.
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +73,9 @@ def has_size(folder: Path, number: int, record: Record) -> bool:
 
 
 class Shard:
-    """One split of a memory-mapped shard. Each block is compared with its checksum when it is first read.
+    """One split of a shard. Each block is compared with its checksum when it is first read.
+
+    The file is open only while it is read: a corpus has more shards than a process may have open files.
 
     Args:
         record: the description of the shard.
@@ -86,38 +89,45 @@ class Shard:
         self._path = folder / shard_file(number)
         if not has_size(folder, number, record):
             raise ValueError(self._damage("is missing or cut short"))
-        empty = np.empty(0, np.uint8)
-        self._bytes = np.memmap(self._path, np.uint8, "r").view(np.ndarray) if record["bytes"] else empty
-        width, second = np.dtype(dtype).itemsize, split != SPLITS[0]
+        self._dtype, second = np.dtype(dtype).newbyteorder("<"), split != SPLITS[0]
         tokens, documents = ([record[name][key] for name in SPLITS] for key in ("tokens", "documents"))
-        ends = sum(tokens) * width
+        ends = sum(tokens) * self._dtype.itemsize
+        self._tokens_start, self._token_count = second * tokens[0] * self._dtype.itemsize, tokens[second]
+        self._ends_start, self._end_count = ends + second * documents[0] * 8, documents[second]
         self._crcs_start = ends + sum(documents) * 8
-        self._tokens = self._array(second * tokens[0] * width, tokens[second], f"<u{width}")
-        self._ends = self._array(ends + second * documents[0] * 8, documents[second], "<u8")
         blocks = -(-self._crcs_start // BLOCK)
-        self._crcs = self._array(self._crcs_start, blocks, "<u4")
+        self._crcs = np.frombuffer(self._read(self._crcs_start, 4 * blocks), "<u4", blocks)
         self._unread = bytearray(b"\1") * blocks  # 1: not compared yet
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop), as far as there are. Raises `ValueError` for a damaged block."""
-        return self._checked(self._tokens[start:stop])
+        count = max(0, min(stop, self._token_count) - start)
+        return self._checked(self._tokens_start + start * self._dtype.itemsize, count, self._dtype)
 
     def ends(self) -> np.ndarray:
         """Return the end of each document, uint64. Raises `ValueError` for a damaged block."""
-        return self._checked(self._ends)
+        return self._checked(self._ends_start, self._end_count, np.dtype("<u8"))
 
-    def _array(self, start: int, count: int, dtype: str) -> np.ndarray:
-        return np.frombuffer(self._bytes, dtype, count, start)
-
-    def _checked(self, items: np.ndarray) -> np.ndarray:
-        offset = items.__array_interface__["data"][0] - self._bytes.__array_interface__["data"][0]
-        first, last = offset // BLOCK, -(-(offset + items.nbytes) // BLOCK)
-        while (number := self._unread.find(1, first, last)) >= 0:
-            block = self._bytes[number * BLOCK : min((number + 1) * BLOCK, self._crcs_start)]
+    def _checked(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        stop = start + count * dtype.itemsize
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        if self._unread.find(1, first, last) < 0:
+            return np.frombuffer(self._read(start, stop - start), dtype, count)
+        before = first * BLOCK
+        content = self._read(before, min(last * BLOCK, self._crcs_start) - before)
+        for number in range(first, last):
+            block = memoryview(content)[number * BLOCK - before : (number + 1) * BLOCK - before]
             if zlib.crc32(block) != self._crcs[number]:
                 raise ValueError(self._damage(f"is corrupt (block {number} of {BLOCK} bytes)"))
             self._unread[number] = 0
-        return items
+        return np.frombuffer(content, dtype, count, start - before)
+
+    def _read(self, start: int, size: int) -> bytes:
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            return os.pread(descriptor, size, start)
+        finally:
+            os.close(descriptor)
 
     def _damage(self, state: str) -> str:
         return f"shard {self._path} {state}; delete {self._path.parent} and run fla-prepare again"

@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,16 @@ def test_sequences_are_slices_of_the_stream(prepared, seq_len):
     whole = dataset.sequences(np.arange(len(dataset)))
     assert whole.dtype == torch.int64
     assert torch.equal(whole, stream[: len(dataset) * seq_len].view(-1, seq_len))
+
+
+def test_no_shard_stays_open(prepared):
+    """A large corpus has more shards than a process may have open files."""
+    dataset = TokenDataset(prepared.folder, "train", 16)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):  # compared with its checksums, and read again
+        dataset.sequences(np.arange(len(dataset)))
+        dataset.boundaries(np.arange(len(dataset)))
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_shuffled_epochs_hold_each_sequence_once(prepared):
