@@ -2,7 +2,7 @@
 
 A corpus is built in a hidden folder of the cache, which is renamed when it is complete. The same command
 resumes a preparation that was killed or met an error: it keeps the shards whose slices of the text are
-unchanged. A file lock keeps concurrent preparations apart.
+unchanged. File locks keep concurrent preparations apart.
 """
 
 import json
@@ -76,7 +76,14 @@ def check_first_document(config: DataConfig) -> None:
 def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | None) -> PreparedData:
     paths = cache.cache_paths(config)
     if not paths.is_ready():
-        with locked(paths.building.with_suffix(".lock"), lambda line: log(f"data: {line}")):
+        # One text at two paths is built in two folders, each of which would replace `final`.
+        building = paths.building.with_suffix(".lock")
+        final = paths.final.with_name(f".{paths.final.name}.lock")
+
+        def note(line: str) -> None:
+            log(f"data: {line}")
+
+        with locked(building, note), locked(final, note):
             if not paths.is_ready():  # another process may have prepared it while this one waited
                 _build(paths, config, commit, log, progress)
     prepared = open_prepared(paths.final)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -390,6 +391,17 @@ def test_concurrent_preparations_find_the_folder_whole(local, monkeypatch, kind)
     assert len({prepared.folder for prepared in found}) == 1
     found[0].verify()
     assert not list(found[0].folder.parent.glob(".*/")) and not list(found[0].folder.glob("*.tmp"))
+
+
+def test_a_folder_in_use_is_not_replaced_from_another_path(tmp_path, local, corpus):
+    """Concurrent preparations of one text at two paths write one folder, once."""
+    other = replace(local, path=str(shutil.copytree(corpus, tmp_path / "copy")))
+    with ThreadPoolExecutor(2) as machines:
+        lines = []
+        found = list(machines.map(partial(quiet, log=lines.append), [local, other]))
+    assert found[0].folder == found[1].folder
+    assert sum("preparing" in line for line in lines) == 1
+    assert not list(Path(local.cache_dir).glob(".building-*/"))
 
 
 def test_cache_from_the_environment(tmp_path, local, monkeypatch):
