@@ -70,6 +70,9 @@ class Slice:
             self.check_length(number, len(raw))
             yield text, raw
 
+    def check_unchanged(self) -> None:
+        """Raise `ValueError` if the slice's file is not the one that was cut, so the slice's key is wrong."""
+
     def check_length(self, number: int, size: int) -> None:
         """Raise `ValueError` if a document of `size` bytes is too long."""
         if size > self.config.max_line_bytes:
@@ -94,10 +97,22 @@ class TextSlice(Slice):
 
 
 @dataclass(frozen=True)
-class ParquetSlice(Slice):
-    """Row groups [first, stop) of a parquet file; `row` counts the rows before them."""
+class FileSlice(Slice):
+    """Documents of a file. The key begins with the file's identity."""
 
     path: str
+
+    def check_unchanged(self) -> None:
+        if describe_files([(self.key[0]["name"], Path(self.path))]) != self.key[:1]:
+            raise ValueError(
+                f"{self.path} changed while it was read: run the same command again once it stays as it is"
+            )
+
+
+@dataclass(frozen=True)
+class ParquetSlice(FileSlice):
+    """Row groups [first, stop) of a parquet file; `row` counts the rows before them."""
+
     first: int
     stop: int
     row: int
@@ -123,10 +138,9 @@ class ParquetSlice(Slice):
 
 
 @dataclass(frozen=True)
-class LinesSlice(Slice):
+class LinesSlice(FileSlice):
     """The lines of a JSON-lines file that begin in bytes [start, stop). A packed file is one slice."""
 
-    path: str
     start: int
     stop: int
 

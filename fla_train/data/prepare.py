@@ -198,6 +198,8 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
             f"{config.path or config.source} has no training document; see data.validation_fraction"
         )
     if open_source(config, commit).description != source.description:
+        if config.source != "local":  # its slices do not tell which of them were read after the change
+            shutil.rmtree(building)
         raise ValueError(
             f"data.path={config.path} (data.source={config.source}) changed while it was prepared: run the "
             "same command again once it stays as it is"

@@ -80,7 +80,7 @@ class Encoder:
         Stop after `max_documents`, or after the document that completes `max_tokens` of the training split.
 
         Raises:
-            ValueError: a document is invalid; no shard is written.
+            ValueError: a document is invalid or its file has changed; no shard is written.
         """
         documents = empty = train_tokens = 0
         tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -97,6 +97,7 @@ class Encoder:
             tokens[split].append(np.array(ids, self.dtype))
             text_bytes[split] += len(raw)
             train_tokens += 0 if held_out else len(ids)
+        piece.check_unchanged()
         arrays = {}
         for split, parts in tokens.items():
             ends = np.cumsum([len(part) for part in parts], dtype=np.int64)

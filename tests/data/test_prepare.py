@@ -355,6 +355,25 @@ def test_text_that_changes_while_it_is_prepared(local, corpus, monkeypatch):
     assert quiet(local).manifest["source"]["files"][-1]["bytes"] == file.stat().st_size
 
 
+def test_text_that_changes_and_is_put_back(local, corpus, documents, monkeypatch):
+    """A shard of the changed text is not kept, although the file is again as it was."""
+    once = contents(quiet(replace(local, cache_dir=f"{local.cache_dir}/once")).folder)
+    file, write = corpus / "000_00001.parquet", tokenize.Encoder.write
+    whole = file.read_bytes()
+
+    def changed(self, folder, number, *arguments):
+        if number == 6:
+            rows = [row | {"text": row["text"].replace("state", "taste")} for row in documents[70:]]
+            write_parquet(file, rows)
+        return write(self, folder, number, *arguments)
+
+    monkeypatch.setattr(tokenize.Encoder, "write", changed)
+    assert f"{file} changed" in refusal(quiet, local)
+    monkeypatch.undo()
+    file.write_bytes(whole)
+    assert contents(quiet(local).folder) == once
+
+
 def test_disk_full(local, documents, monkeypatch):
     replaced, room = os.replace, [9]
 
