@@ -45,8 +45,9 @@ class StreamDataset(TokenDataset):
         self.folder, self.seq_len = Path(folder), seq_len
         self._prepared = open_prepared(self.folder)
         manifest = self._prepared.manifest
-        # Shards follow from the text, of which the folder is named, from the commit and from their size.
-        shards = json.dumps([manifest["commit"], manifest["settings"]["shard_bytes"]])
+        # The folder is named after the text. A bpe tokenizer may differ with the version of tokenizers.
+        fingerprint, size = manifest["tokenizer"]["fingerprint"], manifest["settings"]["shard_bytes"]
+        shards = json.dumps([manifest["commit"], fingerprint, size])
         self._shards = self.folder / f"shards-{hashlib.sha256(shards.encode()).hexdigest()[:8]}"
         self._tokens = TokenStream(self._shards, "train", manifest["dtype"], [])
         self._len: int | None = None  # sequences of an epoch, once they are known

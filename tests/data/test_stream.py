@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from fla_train.data import prepare as preparation
 from fla_train.data import stream
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.open_dataset import open_train, open_validation
 from fla_train.data.sampler import BatchSampler, PrefetchLoader
 from fla_train.data.stream import StreamDataset
@@ -89,6 +91,22 @@ def test_changed_text_is_named(streamed, corpus, documents):
     assert f"put {corpus} back as it was, or begin another run" in message
     (corpus / "000.parquet").unlink()
     StreamDataset(folder, T).sequences(np.arange(1))
+
+
+def test_shards_of_another_tokenizer_are_not_read(tmp_path, streamed, monkeypatch):
+    """Another version of tokenizers may train another bpe tokenizer on the same text."""
+    bpe = replace(streamed, tokenizer=TokenizerConfig(name="bpe", vocab_size=300))
+    first = quiet(bpe)
+    ids = StreamDataset(first.folder, T).sequences(np.arange(9))
+    (head,) = first.parts().values()
+    shutil.rmtree(head.folder)
+    load = preparation.load_tokenizer
+    monkeypatch.setattr(preparation, "load_tokenizer", lambda config, texts: load(config, list(texts)[30:]))
+    expected = StreamDataset(quiet(replace(bpe, cache_dir=f"{tmp_path}/new")).folder, T)
+    again = quiet(bpe)
+    assert again.folder == first.folder
+    read_again = StreamDataset(again.folder, T).sequences(np.arange(9))
+    assert torch.equal(read_again, expected.sequences(np.arange(9))) and not torch.equal(read_again, ids)
 
 
 def test_text_without_a_sequence_is_an_error_and_no_endless_search(streamed):
