@@ -4,8 +4,8 @@ import errno
 import hashlib
 import math
 import os
+import secrets
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,7 +44,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the disk is full, or the folder can't be written.
     """
-    aside = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")  # unique on the machine
+    # Several machines may write one file of a shared disk.
+    aside = path.with_name(f"{path.name}.{secrets.randbits(64)}.tmp")
     aside.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(aside)
     os.replace(aside, path)

@@ -7,7 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from fla_train.utils.filesystem import move_folder, remove_folder, replaced_folder, save_tokenizer
+from fla_train.utils import filesystem
+from fla_train.utils.filesystem import (
+    halves_of,
+    move_folder,
+    remove_folder,
+    replaced_folder,
+    save_tokenizer,
+    write_whole,
+)
 
 
 def make(folder: Path, content: str) -> Path:
@@ -18,6 +26,16 @@ def make(folder: Path, content: str) -> Path:
 
 def contents(parent: Path) -> dict[str, str]:
     return {str(file.relative_to(parent)): file.read_text() for file in parent.rglob("*") if file.is_file()}
+
+
+def test_no_two_writers_share_a_half_written_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines may write one file of a shared disk at the same time."""
+    file, halves = tmp_path / "file", []
+    monkeypatch.setattr(filesystem, "sync", lambda _: halves.extend(halves_of(file)))
+    for content in ("one", "two"):
+        write_whole(file, content)
+    assert len(halves) == len(set(halves)) == 2
+    assert contents(tmp_path) == {"file": "two"}
 
 
 def test_a_finished_folder_takes_the_place_of_another(tmp_path: Path) -> None:
