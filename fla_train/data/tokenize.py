@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_CHARACTERS = 1 << 19  # of documents to tokenize at once
-_AHEAD = 3  # slices in progress per process
+_AHEAD = 3  # slices per process that may wait for an earlier one
 
 
 def is_held_out(raw: bytes, validation_fraction: float) -> bool:
@@ -191,31 +191,47 @@ def tokenize_source(
     if num_workers is None:
         num_workers = available_cores() if len(first) > 1 else 0
     numbered = enumerate(chain(first, pieces))
-    pending: deque[tuple[int, Slice | None, Record | Future[Record]]] = deque()
+    pending: deque[tuple[int, Slice | None, Future[Record]]] = deque()
     with _writers(encoder, num_workers) as write:
         while True:
-            # Keep the processes busy.
-            while len(pending) <= _AHEAD * num_workers and (item := next(numbered, None)) is not None:
+            # Begin a slice if a process is free. To begin one may take long, since streams are fetched.
+            item, running = None, [future for *_, future in pending if not future.done()]
+            known = sum(piece.known_documents for _, piece, _ in pending if piece)
+            if (
+                len(running) <= num_workers
+                and len(pending) <= _AHEAD * num_workers
+                and known < left.documents
+                and (item := next(numbered, None))
+            ):
                 number, piece = item
                 record = read_record(folder, number)
                 if piece is None or (record and record["slice"] == piece.key and left.allow(record)):
-                    record["resumed"] = True
+                    future = _finished(record | {"resumed": True})
                 else:
-                    record = write(folder, number, piece, *left)
-                pending.append((number, piece, record))
-            if not pending:
+                    future = write(folder, number, piece, *left)
+                pending.append((number, piece, future))
+            # Yield a record if it is the next one.
+            if pending and pending[0][2].done():
+                number, piece, future = pending.popleft()
+                record = future.result()
+                last = left.reached_by(record)
+                if last and record["limits"] != list(left):
+                    # When the slice was begun, slices before it were not finished: its limits were too high.
+                    record = encoder.write(folder, number, piece, *left)
+                yield record
+                if last:
+                    return
+                left = left.after(record)
+            elif running and not item:
+                wait(running, return_when=FIRST_COMPLETED)
+            elif not pending:
                 return
-            number, piece, record = pending.popleft()
-            if isinstance(record, Future):
-                record = record.result()
-            last = left.reached_by(record)
-            if last and record["limits"] != list(left):
-                # When the slice was begun, slices before it were not finished, so its limits were too high.
-                record = encoder.write(folder, number, piece, *left)
-            yield record
-            if last:
-                return
-            left = left.after(record)
+
+
+def _finished(record: Record) -> Future[Record]:
+    future: Future[Record] = Future()
+    future.set_result(record)
+    return future
 
 
 class _Limits(NamedTuple):
@@ -236,13 +252,13 @@ class _Limits(NamedTuple):
 
 
 @contextmanager
-def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Record | Future[Record]]]:
+def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Record]]]:
     """Yield a function as `Encoder.write`, which has one of `size` processes do it and returns a future.
 
     The processes end with the block, or with this process, even by kill -9, because their pipe ends.
     """
     if size == 0:
-        yield encoder.write
+        yield lambda *arguments: _finished(encoder.write(*arguments))
         return
     alive, ours = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")

@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from fla_train.data import tokenize
 from fla_train.data.cache import open_prepared
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
+from fla_train.data.files import TextSlice
+from fla_train.data.tokenizers import load_tokenizer
 from fla_train.utils import filesystem
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.keys import find_errors
@@ -190,6 +193,31 @@ def test_processes_give_the_same_bytes(tmp_path, local, monkeypatch, limits):
     for num_workers in (1, None):
         config = replace(local, num_workers=num_workers, cache_dir=str(tmp_path / str(num_workers)))
         assert contents(quiet(config).folder) == alone
+
+
+def test_few_documents_behind_a_limit_are_fetched(tmp_path, monkeypatch):
+    """No slice of a stream is fetched beyond the documents, and few while the first one is tokenized."""
+    config, fetched = DataConfig(), []
+
+    @contextmanager
+    def threads(encoder, size):
+        with ThreadPoolExecutor(size) as pool:
+            yield partial(pool.submit, encoder.write)
+
+    def slices(done):
+        for number in range(1000):
+            fetched.append(number)
+            time.sleep(0.02)
+            yield TextSlice(config, number, 0, ["text"] * 10, ["a name"] * 10)
+
+    monkeypatch.setattr(tokenize, "_writers", threads)
+    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
+    encoder = tokenize.make_encoder(tokenizer, tmp_path, replace(config, validation_fraction=0.0), "uint16")
+    for name, limit, most in ("max_documents", 15, 2), ("max_tokens", 60, 12):
+        fetched.clear()
+        (tmp_path / name).mkdir()
+        records = list(tokenize.tokenize_source(encoder, slices, tmp_path / name, 8, **{name: limit}))
+        assert len(records) == 2 and len(fetched) <= most
 
 
 def _prepare_until_killed(config, after):
