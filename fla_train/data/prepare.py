@@ -33,6 +33,7 @@ from fla_train.utils.progress import Progress
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _COUNTS = ("documents", "tokens", "text_bytes")  # of a split
 _KEPT = ("bytes", "sha256", *SPLITS)  # what a manifest keeps of a shard's record
+_COUNT_AT_ONCE = 1 << 20  # tokens; to count one takes 8 bytes
 Log = Callable[[str], None]
 
 
@@ -237,7 +238,8 @@ def _tokenize(
             records.append(record)
             for split in SPLITS:
                 shard = shards.Shard(building, number, record, split, dtype)
-                counts[split] += np.bincount(shard.tokens(0, record[split]["tokens"]), minlength=ids)
+                for start in range(0, record[split]["tokens"], _COUNT_AT_ONCE):
+                    counts[split] += np.bincount(shard.tokens(start, start + _COUNT_AT_ONCE), minlength=ids)
                 sums[split] = {key: sums[split][key] + record[split][key] for key in _COUNTS}
             done += {"tok": record["train"]["tokens"], "doc": record["documents"], "B": record["size"]}[unit]
             tokens = sum(sums[split]["tokens"] for split in SPLITS)

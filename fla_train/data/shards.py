@@ -18,13 +18,14 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fla_train.utils.filesystem import sha256, write_whole
+from fla_train.utils.filesystem import replaced_file, sha256, write_whole
 from fla_train.utils.safe_files import read_json
 
 FORMAT = 1
@@ -40,21 +41,39 @@ def shard_file(number: int) -> str:
     return f"shard-{number:05d}.bin"
 
 
-def write_shard(path: Path, arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Record:
-    """Write the tokens and document ends of each split and return the description of the shard.
+def write_shard(path: Path, documents: Mapping[str, Sequence[np.ndarray]]) -> Record:
+    """Write the tokens of each document of each split and return the description of the shard.
 
-    The file is written under another name first, and renamed.
+    The file is written under another name first, and renamed. It is never in memory as a whole.
     """
-    tokens, ends = zip(*(arrays[split] for split in SPLITS), strict=True)
-    content = b"".join(array.tobytes() for array in (*tokens, *(array.astype("<u8") for array in ends)))
-    crcs = [zlib.crc32(content[start : start + BLOCK]) for start in range(0, len(content), BLOCK)]
-    content += np.array(crcs, "<u4").tobytes()
-    write_whole(path, content)
-    return {
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        **{split: {"tokens": len(tokens[i]), "documents": len(ends[i])} for i, split in enumerate(SPLITS)},
+    ends = [np.cumsum([len(tokens) for tokens in documents[split]], dtype="<u8") for split in SPLITS]
+    crcs, digest = [], hashlib.sha256()
+    with replaced_file(path) as file:
+        for block in _blocks(chain(*(documents[split] for split in SPLITS), ends)):
+            crcs.append(zlib.crc32(block))
+            digest.update(block)
+            file.write(block)
+        checksums = np.array(crcs, "<u4").tobytes()
+        digest.update(checksums)
+        file.write(checksums)
+        size = file.tell()
+    counts = {
+        split: {"tokens": sum(map(len, documents[split])), "documents": len(documents[split])}
+        for split in SPLITS
     }
+    return {"bytes": size, "sha256": digest.hexdigest(), **counts}
+
+
+def _blocks(arrays: Iterable[np.ndarray]) -> Iterator[bytearray]:
+    """Yield the bytes of all arrays in blocks of `BLOCK`; the last may be shorter."""
+    block = bytearray()
+    for array in arrays:
+        block += memoryview(array)
+        while len(block) >= BLOCK:
+            yield block[:BLOCK]
+            del block[:BLOCK]
+    if block:
+        yield block
 
 
 def read_record(folder: Path, number: int) -> Record | None:

@@ -98,12 +98,8 @@ class Encoder:
             text_bytes[split] += len(raw)
             train_tokens += 0 if held_out else len(ids)
         piece.check_unchanged()
-        arrays = {}
-        for split, parts in tokens.items():
-            ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-            arrays[split] = np.concatenate([np.empty(0, self.dtype), *parts]), ends
         path = folder / shard_file(number)
-        record = write_shard(path, arrays)
+        record = write_shard(path, tokens)
         for split in SPLITS:
             record[split]["text_bytes"] = text_bytes[split]
         record |= {"documents": documents, "empty": empty, "limits": [max_documents, max_tokens]}

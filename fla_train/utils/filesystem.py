@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from fla_train.utils.locks import try_lock
 
@@ -39,16 +39,30 @@ def reason(failure: BaseException) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically. A reader sees the old or the new content, even after a power failure.
+    """Write a file as `replaced_file` does."""
+    with replaced_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a new file that replaces `path` atomically if the block succeeds and is deleted if it fails.
+
+    A reader sees the old or the new content, even after a power failure.
 
     Raises:
         OSError: the disk is full, or the folder can't be written.
     """
     # Several machines may write one file of a shared disk.
     aside = path.with_name(f"{path.name}.{secrets.randbits(64)}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(aside)
-    os.replace(aside, path)
+    try:
+        with aside.open("wb") as file:
+            yield file
+        sync(aside)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -67,7 +81,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def halves_of(path: Path) -> list[Path]:
-    """Return the files that a killed `write_whole` of `path` leaves."""
+    """Return the files that a killed `replaced_file` of `path` leaves."""
     number = slice(len(path.name) + 1, -len(".tmp"))
     return [aside for aside in path.parent.glob(f"{path.name}.*.tmp") if aside.name[number].isdecimal()]
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from fla_train.data.cache import open_prepared
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.files import TextSlice
+from fla_train.data.shards import write_shard
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.utils import filesystem
 from fla_train.utils.errors import Interrupted
@@ -400,6 +402,19 @@ def test_text_that_changes_and_is_put_back(local, corpus, documents, monkeypatch
     monkeypatch.undo()
     file.write_bytes(whole)
     assert contents(quiet(local).folder) == once
+
+
+def test_a_shard_is_written_without_a_copy_in_memory(tmp_path):
+    documents = {"train": [np.arange(10_000, dtype=np.uint16)] * 500, "validation": []}
+    tracemalloc.start()
+    file = tmp_path / "shard-00000.bin"
+    record = write_shard(file, documents)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert record["bytes"] > 10**7 and peak < 10**6
+    assert filesystem.describe(tmp_path / "shard-00000.bin") == {
+        key: record[key] for key in ("bytes", "sha256")
+    }
 
 
 def test_disk_full(local, documents, monkeypatch):
