@@ -67,7 +67,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Write the tokenizer's files to `folder`.
+    """Write the tokenizer's files to `folder`, and flush them.
 
     Raises:
         OSError: the disk is full, for which tokenizers (Rust) raises a bare `Exception`.
@@ -78,6 +78,8 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         if type(failure) is not Exception:
             raise
         raise OSError(f"{folder} could not be written: {failure}") from failure
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
 def halves_of(path: Path) -> list[Path]:

@@ -106,3 +106,10 @@ def test_a_disk_that_is_full_for_a_tokenizer_is_an_error_of_the_system(tmp_path:
         save_tokenizer(fail(Exception), tmp_path)  # as tokenizers, which is written in Rust, raises it
     with pytest.raises(TypeError):
         save_tokenizer(fail(TypeError), tmp_path)
+
+
+def test_the_files_of_a_tokenizer_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(filesystem, "sync", flushed.append)
+    save_tokenizer(SimpleNamespace(save_pretrained=lambda folder: make(folder / "more", "")), tmp_path)
+    assert flushed == [tmp_path / "more", tmp_path / "more" / "file", tmp_path]
