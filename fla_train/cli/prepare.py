@@ -52,7 +52,8 @@ def task(config: DictConfig) -> int:
         sys.exit(INTERRUPTED)
     for line in prepared.describe():
         print(f"data: {line}")
-    print(f"data: {'every shard is as written, ' if config.verify else ''}ready in {prepared.folder}")
+    checked = "every prepared shard is as written, " if config.verify else ""
+    print(f"data: {checked}ready in {prepared.folder}")
     return 0
 
 

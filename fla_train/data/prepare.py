@@ -246,7 +246,6 @@ def _tokenize(
             bar.update(done, tokens, resumed=record.get("resumed", False))
     return {
         "dtype": dtype,
-        "empty_documents": sum(record["empty"] for record in records),
         "splits": {s: sums[s] | {"unigram_entropy": shards.unigram_entropy(counts[s])} for s in SPLITS},
         "shards": [{key: record[key] for key in _KEPT} for record in records],
     }

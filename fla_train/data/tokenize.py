@@ -82,27 +82,25 @@ class Encoder:
         Raises:
             ValueError: a document is invalid or its file has changed; no shard is written.
         """
-        documents = empty = train_tokens = 0
+        documents = train_tokens = 0
         tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         text_bytes = dict.fromkeys(SPLITS, 0)
         for raw, ids in self._encoded(piece.texts()):
+            documents += 1
+            if raw:
+                held_out = is_held_out(raw, self.validation_fraction)
+                split = SPLITS[held_out]
+                tokens[split].append(np.array(ids, self.dtype))
+                text_bytes[split] += len(raw)
+                train_tokens += 0 if held_out else len(ids)
             if documents >= max_documents or train_tokens >= max_tokens:
                 break
-            documents += 1
-            if not raw:
-                empty += 1
-                continue
-            held_out = is_held_out(raw, self.validation_fraction)
-            split = SPLITS[held_out]
-            tokens[split].append(np.array(ids, self.dtype))
-            text_bytes[split] += len(raw)
-            train_tokens += 0 if held_out else len(ids)
         piece.check_unchanged()
         path = folder / shard_file(number)
         record = write_shard(path, tokens)
         for split in SPLITS:
             record[split]["text_bytes"] = text_bytes[split]
-        record |= {"documents": documents, "empty": empty, "limits": [max_documents, max_tokens]}
+        record |= {"documents": documents, "limits": [max_documents, max_tokens]}
         record |= {"slice": piece.key, "size": piece.size, "after": piece.after}
         write_whole(path.with_suffix(".json"), json.dumps(record))
         return record
@@ -130,15 +128,21 @@ class Encoder:
 
 
 def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text[0])
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
+    """Yield the texts in batches, and those before an error first: a limit may end the shard there."""
+    batch, size, failure = [], 0, None
+    try:
+        for text in texts:
+            batch.append(text)
+            size += len(text[0])
+            if size >= _BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    except Exception as error:
+        failure = error
     if batch:
         yield batch
+    if failure:
+        raise failure
 
 
 def make_encoder(
@@ -182,17 +186,17 @@ def tokenize_source(
         done.append(record)
         left = left.after(record)
     left = whole
-    pieces = slices(done)
+    pieces = _with_errors(slices(done))
     first = list(islice(pieces, 2))
     if num_workers is None:
         num_workers = available_cores() if len(first) > 1 else 0
     numbered = enumerate(chain(first, pieces))
-    pending: deque[tuple[int, Slice | None, Future[Record]]] = deque()
+    pending: deque[tuple[int, Slice | Exception | None, Future[Record]]] = deque()
     with _writers(encoder, num_workers) as write:
         while True:
             # Begin a slice if a process is free. To begin one may take long, since streams are fetched.
             item, running = None, [future for *_, future in pending if not future.done()]
-            known = sum(piece.known_documents for _, piece, _ in pending if piece)
+            known = sum(piece.known_documents for _, piece, _ in pending if isinstance(piece, Slice))
             if (
                 len(running) <= num_workers
                 and len(pending) <= _AHEAD * num_workers
@@ -201,18 +205,22 @@ def tokenize_source(
             ):
                 number, piece = item
                 record = read_record(folder, number)
-                if piece is None or (record and record["slice"] == piece.key and left.allow(record)):
-                    future = _finished(record | {"resumed": True})
+                future: Future[Record] = Future()
+                if isinstance(piece, Exception):
+                    future.set_exception(piece)
+                elif piece is None or (record and record["slice"] == piece.key and left.allow(record)):
+                    future.set_result(record | {"resumed": True})
                 else:
                     future = write(folder, number, piece, *left)
                 pending.append((number, piece, future))
             # Yield a record if it is the next one.
             if pending and pending[0][2].done():
                 number, piece, future = pending.popleft()
-                record = future.result()
+                # When the slice was begun, those before it were not finished: its limits may be too high.
+                invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
+                record = encoder.write(folder, number, piece, *left) if invalid else future.result()
                 last = left.reached_by(record)
                 if last and record["limits"] != list(left):
-                    # When the slice was begun, slices before it were not finished: its limits were too high.
                     record = encoder.write(folder, number, piece, *left)
                 yield record
                 if last:
@@ -224,9 +232,20 @@ def tokenize_source(
                 return
 
 
-def _finished(record: Record) -> Future[Record]:
+def _with_errors(pieces: Iterator[Slice | None]) -> Iterator[Slice | Exception | None]:
+    """Yield the slices, and an error in the place of the slice that can't be read."""
+    try:
+        yield from pieces
+    except Exception as failure:
+        yield failure
+
+
+def _written_at_once(encoder: Encoder, *arguments) -> Future[Record]:
     future: Future[Record] = Future()
-    future.set_result(record)
+    try:
+        future.set_result(encoder.write(*arguments))
+    except ValueError as failure:
+        future.set_exception(failure)
     return future
 
 
@@ -254,7 +273,7 @@ def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Recor
     The processes end with the block, or with this process, even by kill -9, because their pipe ends.
     """
     if size == 0:
-        yield lambda *arguments: _finished(encoder.write(*arguments))
+        yield partial(_written_at_once, encoder)
         return
     alive, ours = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
@@ -263,8 +282,8 @@ def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Recor
         yield partial(pool.submit, _write)
     except BrokenProcessPool as failure:
         raise Interrupted(
-            "a tokenizing process ended, perhaps for lack of memory (set a lower data.num_workers); run the "
-            "same command again, which goes on from here"
+            "a tokenizing process ended, perhaps for lack of memory: set a lower data.num_workers, and split "
+            "large .jsonl.gz files. The same command resumes from here."
         ) from failure
     finally:
         ours.close()

@@ -37,21 +37,21 @@ class Progress:
             self._began, self._first, self._first_tokens = now, done, tokens
             self._bar.reset()
             self._bar.initial = self._bar.n = done
-        self.tokens, self.seconds = tokens - self._first_tokens, now - self._began
-        rate = self.tokens / max(self.seconds, 1e-9) / 1e6
+        seconds = now - self._began
+        rate = (tokens - self._first_tokens) / max(seconds, 1e-9) / 1e6
         if not self._bar.disable:
             self._bar.update(done - self._bar.n)
             self._bar.set_postfix_str(f"{rate:.2f}M tokens/s", refresh=False)
         elif self._show and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            self._log(f"data: {tokens:,} tokens, {rate:.2f}M tokens/s{self._time_left(done)}")
+            self._log(f"data: {tokens:,} tokens, {rate:.2f}M tokens/s{self._time_left(done, seconds)}")
 
     def close(self) -> None:
         self._bar.close()
 
-    def _time_left(self, done: int) -> str:
+    def _time_left(self, done: int, seconds: float) -> str:
         total = self._bar.total
         if total is None or done <= self._first:
             return ""
-        seconds = (total - done) * self.seconds / (done - self._first)
-        return f", {100 * done / total:.0f}%, {tqdm.format_interval(max(0, seconds))} left"
+        left = (total - done) * seconds / (done - self._first)
+        return f", {100 * done / total:.0f}%, {tqdm.format_interval(max(0, left))} left"

@@ -82,7 +82,6 @@ def test_shards_equal_a_naive_tokenization(tmp_path, local, documents, kind):
         local = replace(local, path=str(tmp_path / f"a.{kind}"))
     prepared = quiet(replace(local, source="hub" if kind == "hub" else "local"))
     assert len(prepared.manifest["shards"]) > 5 or kind == "jsonl.gz"
-    assert prepared.manifest["empty_documents"] == 1
     for split in ("train", "validation"):
         tokens, ends, size = expected_bytes(documents, 0.2, split)
         assert read(prepared, split) == (tokens, ends)
@@ -102,7 +101,7 @@ def test_stdlib(tmp_path):
     prepared = quiet(config)
     assert contents(prepared.folder) == contents(quiet(replace(config, cache_dir=f"{tmp_path}/b")).folder)
     splits = {s: prepared.manifest["splits"][s]["documents"] for s in ("train", "validation")}
-    assert sum(splits.values()) + prepared.manifest["empty_documents"] == 40
+    assert 30 < sum(splits.values()) <= 40  # some modules are empty
     assert min(splits.values()) > 3
     tokenizer, texts = prepared.tokenizer(), {}
     for split in splits:
@@ -197,14 +196,30 @@ def test_processes_give_the_same_bytes(tmp_path, local, monkeypatch, limits):
         assert contents(quiet(config).folder) == alone
 
 
+@contextmanager
+def writing_threads(encoder, size):
+    """Threads that write shards, in place of processes, which take longer to start."""
+    with ThreadPoolExecutor(size) as pool:
+        yield partial(pool.submit, encoder.write)
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize("limit", [{"max_documents": 6}, {"max_tokens": 50}])
+def test_text_behind_a_limit_may_be_invalid(tmp_path, local, monkeypatch, limit, num_workers):
+    if num_workers:
+        monkeypatch.setattr(tokenize, "_writers", writing_threads)
+    rows = [{"text": f"number {i}"} for i in range(6)]
+    write_jsonl(tmp_path / "few" / "a.jsonl", rows[:4])
+    write_jsonl(tmp_path / "few" / "b.jsonl", [*rows[4:], {"text": 3}])
+    (tmp_path / "few" / "c.parquet").write_text("not parquet")
+    few = replace(local, path=f"{tmp_path}/few", validation_fraction=0.0, num_workers=num_workers)
+    assert read(quiet(replace(few, **limit)), "train")[0] == expected_bytes(rows, 0.0, "train")[0]
+    assert "b.jsonl, line 3: 'text' is int" in refusal(quiet, few)
+
+
 def test_few_documents_behind_a_limit_are_fetched(tmp_path, monkeypatch):
     """No slice of a stream is fetched beyond the documents, and few while the first one is tokenized."""
     config, fetched = DataConfig(), []
-
-    @contextmanager
-    def threads(encoder, size):
-        with ThreadPoolExecutor(size) as pool:
-            yield partial(pool.submit, encoder.write)
 
     def slices(done):
         for number in range(1000):
@@ -212,7 +227,7 @@ def test_few_documents_behind_a_limit_are_fetched(tmp_path, monkeypatch):
             time.sleep(0.02)
             yield TextSlice(config, number, 0, ["text"] * 10, ["a name"] * 10)
 
-    monkeypatch.setattr(tokenize, "_writers", threads)
+    monkeypatch.setattr(tokenize, "_writers", writing_threads)
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     encoder = tokenize.make_encoder(tokenizer, tmp_path, replace(config, validation_fraction=0.0), "uint16")
     for name, limit, most in ("max_documents", 15, 2), ("max_tokens", 60, 12):

@@ -28,7 +28,6 @@ def test_a_line_a_minute_where_there_is_no_terminal(clock, total, rest):
         progress.update(done, tokens)
     progress.close()
     assert lines == [f"data: 120,000,050 tokens, 2.00M tokens/s{rest}"]
-    assert (progress.seconds, progress.tokens) == (90, 2 * 10**8 - 50)
 
 
 def test_a_bar_on_a_terminal(clock, monkeypatch):
