@@ -1,4 +1,4 @@
-"""Text data, from documents to the batches of a training step. See docs/data.md.
+"""Text data, from documents to the batches of a training step. See docs/data_reference.md.
 
 1. `sources` opens a corpus: local files, a dataset on the Hub, or Python's standard library. It cuts the
    corpus into slices (`files`), consecutive documents that one process can read: row groups of a parquet

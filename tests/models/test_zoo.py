@@ -110,7 +110,7 @@ class LogitsSeen(TorchDispatchMode):
 def test_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
     ids = torch.randint(VOCABULARY, (2, 33))
     found = []
-    # Falcon-H1 does not repeat its casts under autocast, which torch refuses (docs/performance.md).
+    # Falcon-H1 does not repeat its casts under autocast, which torch refuses (docs/hardware.md).
     for mode in (False, True, *(["selective"] if name != "unknown" else [])):
         model = build(name)
         checkpoint_activations(model, mode)
