@@ -1,4 +1,6 @@
-"""A task of one's own: which bracket closes next, in nested brackets of several kinds (the Dyck language)."""
+"""A custom task: which bracket closes next, in nested brackets of several kinds (the Dyck language)."""
+
+from typing import Any
 
 import numpy as np
 
@@ -17,24 +19,16 @@ class Brackets(Task):
         length: tokens of a word.
         kinds: of brackets.
         depth: brackets that may be open at once.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
     """
 
     headline = "sequence_accuracy"  # share of words without a wrong label
     length_option = "length"  # task.curriculum may begin with shorter words
 
-    def __init__(
-        self,
-        length: int,
-        kinds: int = 2,
-        depth: int = 3,
-        *,
-        seed: int = 0,
-        num_sequences: int | None = None,
-    ):
+    def __init__(self, length: int, kinds: int = 2, depth: int = 3, **stream: Any):
         if min(length, kinds, depth) < 1:
             raise ValueError(f"length={length}, kinds={kinds} and depth={depth} must be at least 1")
-        super().__init__(vocab_size=2 * kinds + 1, seq_len=length, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=2 * kinds + 1, seq_len=length, **stream)
         self.kinds, self.depth = kinds, depth
 
     def _generate(self, keys: np.ndarray) -> Batch:

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from fla_train.models import build_config
 from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.config import TrainConfig
 
 Compose = Callable[[Sequence[str]], TrainConfig]  # composes a config from overrides
@@ -83,17 +84,15 @@ def build(name: str, config: TrainConfig) -> PreTrainedModel:
     return model
 
 
-def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> float:
-    """Return the FLOPs per token, forward and backward.
+def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> float | None:
+    """Return the FLOPs per token, forward and backward; None for fla's models.
 
-    A peer has 6 per parameter outside its embedding, and attention 12 per channel and visible key.
+    Our count of a recurrence is that of its chunked form. No such count of fla's kernels exists, so a
+    utilization by our formula would not be comparable.
     """
     name = name.removesuffix(COMPILED)
-    if name in ("ours", "transformer"):
-        return flops_per_token(model.config, config.trainer.seq_len)
-    count = count_parameters(model)
-    flops = 6.0 * (count.body + count.embedding)
+    if name == "fla":
+        return None
     if name == "llama":
-        keys = (config.trainer.seq_len + 1) / 2
-        flops += 12 * model.config.hidden_size * keys * model.config.num_hidden_layers
-    return flops
+        return forward_flops(model, config.trainer.seq_len).training
+    return flops_per_token(model.config, config.trainer.seq_len)

@@ -5,16 +5,21 @@ its engine (accelerate, DeepSpeed ZeRO-2) with the config's precision and optimi
 thread. Disks, evaluation, checkpoints and logs are left out.
 """
 
+import json
 import os
+import re
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from fla_train.bench.breakdown import breakdown
 from fla_train.bench.models import NAMES, Compose, build, training_flops
 from fla_train.bench.options import Train, check_names
 from fla_train.bench.ranks import on_ranks
@@ -35,10 +40,23 @@ QUIET = ("logger.wandb.mode=disabled", "logger.tensorboard=false")
 WARM_UP = 3  # steps that compile kernels and allocate the optimizer's moments
 
 COLUMNS = (
-    *("model", "parameters", "processes", "tokens_per_step", "tokens_per_second", "step_ms", "MFU_%"),
-    *("memory_GiB", "first_step_s", "note"),
-)
+    "model parameters processes tokens_per_step tokens_per_second step_ms MFU_% memory_GiB first_step_s note"
+).split()
 TIMES = ("model", "work", "ms", "%_of_the_profiled_step")
+# The first match counts. "operator" mixes tokens: the delta product, a peer's, or attention. Copies by
+# multi_tensor_apply collect gradients in the one tensor that is reduced.
+GPU_KERNELS = {
+    "communication": r"^nccl",
+    "copies": r"multi_tensor_apply.*Copy",
+    "optimizer": r"multi_tensor_apply|FusedAdam",
+    "operator": r"^(chunk|fused_recurrent|segment|mixer_step|attention_step)_|delta|wy_|tril|flash|fmha|sdpa",
+    "loss": r"consume_kernel|cross_entropy|SoftMax|nll_loss",
+    "matmuls": r"(?i:gemm|cutlass|nvjet|xmma|splitK|cublas)|^linear_step",
+    "elementwise": (
+        r"forward_kernel|backward_kernel|rotate_kernel|sum_rows|elementwise|reduce|norm|conv|swiglu"
+        r"|cast_kernel|amax_kernel|at::native"
+    ),
+}
 
 
 class RandomTokens:
@@ -132,8 +150,9 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
         for _ in range(WARM_UP - 1):
             step(batch()).read()
 
-        peak = ranks * ceilings.flops if ceilings else None
-        throughput = Throughput(training_flops(name, engine.module, config), peak, device)
+        flops = training_flops(name, engine.module, config)
+        peak = ranks * ceilings.flops if ceilings and flops else None
+        throughput = Throughput(flops or 0.0, peak, device)
         throughput.start()
         outcomes = []
         for _ in range(steps):
@@ -164,6 +183,29 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     # The allocator does not count the pool of a CUDA graph.
     recorded = cuda_graph is not None and cuda_graph.recordable
     return row if recorded else row | {"memory_GiB": speed["memory_gib"]}
+
+
+def breakdown(run: Callable[[], object]) -> dict[str, float]:
+    """Return the milliseconds of `run` on the GPU by kind. Overlapping streams count in full."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(file))
+        return by_kind(json.loads(file.read_text())["traceEvents"])
+
+
+def by_kind(events: Sequence[dict]) -> dict[str, float]:
+    """Return the milliseconds by kind of the events of a Chrome trace, which have microseconds."""
+    times = Counter()
+    for event in events:
+        if event.get("cat") in ("gpu_memcpy", "gpu_memset"):
+            times["copies"] += event["dur"] / 1e3
+        elif event.get("cat") == "kernel":
+            matches = (kind for kind, pattern in GPU_KERNELS.items() if re.search(pattern, event["name"]))
+            times[next(matches, "other")] += event["dur"] / 1e3
+    return dict(times.most_common())
 
 
 def _time_rows(rows: Sequence[Row]) -> Iterator[Row]:

@@ -17,9 +17,8 @@ from math import nan
 import torch
 from torch import Tensor
 
-from fla_train.bench.compare import out_of_bounds
-from fla_train.bench.implementations import Problem, make_problem, operator
-from fla_train.bench.measure import forward_backward, median_ms
+from fla_train.bench.kernels import Problem, make_problem, operator
+from fla_train.bench.measure import forward_backward, median_ms, out_of_bounds
 from fla_train.bench.options import Tune
 from fla_train.bench.report import DTYPES, Report, Row
 from fla_train.bench.roofline import Shape

@@ -8,6 +8,7 @@ train by next-token prediction. So much is from their abstract; grammar, spacing
 from collections.abc import Sequence
 from itertools import permutations
 from string import ascii_lowercase
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class CodeTrace(Task):
         statement_tokens: a token is a line, so that a layer has one token for a permutation. Else it is a
             symbol, as in text: ">>> ", a name, ", ", " = ", a digit, "print(", ")" or the end of the line.
         label_all: label every token with the next, as a language model's; else only printed values.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
 
     Attributes:
         tokens: the text of each id; `text` joins them.
@@ -64,8 +65,7 @@ class CodeTrace(Task):
         gaps: Sequence[int] = (1, 2, 4, 8),
         statement_tokens: bool = True,
         label_all: bool = False,
-        seed: int = 0,
-        num_sequences: int | None = None,
+        **stream: Any,
     ):
         if not 2 <= variables <= MAX_VARIABLES or not gaps or min(gaps) < 1:
             raise ValueError(f"code_trace needs 2 to {MAX_VARIABLES} variables, and gaps of 1 or more")
@@ -90,7 +90,7 @@ class CodeTrace(Task):
         first = variables * sizes[0] + max(gaps) * sizes[self._first_move : self._first_print].max()
         if length < (least := int(first + sizes[self._first_print])):
             raise ValueError(f"length {length} ends before a print: give {least} or lower gaps")
-        super().__init__(vocab_size=len(self.tokens), seq_len=length, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=len(self.tokens), seq_len=length, **stream)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """The session that token ids stand for."""

@@ -15,11 +15,12 @@ from fla_train.tasks.formal import FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
 from fla_train.tasks.mqar import MQAR
-from fla_train.tasks.own import check_contract, import_task
+from fla_train.tasks.own import check_contract
 from fla_train.tasks.regbench import RegBench
 from fla_train.tasks.score import Score
 from fla_train.tasks.task import Tally, Task
 from fla_train.utils.errors import described
+from fla_train.utils.import_class import import_class
 from fla_train.utils.keys import key
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
@@ -99,7 +100,7 @@ def task_class(kind: str) -> type[Task]:
         ValueError: the kind does not exist, or the class can't be used.
     """
     if is_own(kind):
-        return import_task(kind)
+        return import_class(kind, Task, "fla_train.tasks.Task")
     if kind not in KINDS:
         raise ValueError(f"unknown task '{kind}'; choose one of {', '.join(KINDS)}, or package.module:Class")
     return KINDS[kind]

@@ -6,6 +6,7 @@ appendix E.1; the tasks are those of Deletang et al. (arXiv 2207.02098).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class FormalLanguage(Task):
         language: a key of LANGUAGES.
         min_length, max_length: of a word in tokens, "=" not counted; the papers train on 3 to 40 and test on
             40 to 256. seq_len is max_length, and one more with "=".
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
         alphabet: of arithmetic: draw only these digits and operators, as in "12+"; None draws from all.
         label_parts: label not only the last token, but each at which the word so far, its open brackets
             closed, has an answer: every bit and action, every digit of flat arithmetic, with brackets the
@@ -80,10 +81,9 @@ class FormalLanguage(Task):
         min_length: int = TRAIN_LENGTHS[0],
         max_length: int = TRAIN_LENGTHS[1],
         *,
-        seed: int = 0,
-        num_sequences: int | None = None,
         alphabet: str | None = None,
         label_parts: bool = False,
+        **stream: Any,
     ):
         if language not in LANGUAGES:
             raise ValueError(f"unknown language '{language}'; choose one of {', '.join(LANGUAGES)}")
@@ -106,15 +106,11 @@ class FormalLanguage(Task):
         self.pad_id = tokens.index("[PAD]")
         self.equals_id = tokens.index("=") if "=" in tokens else None
         self.chance = 1 / self.language.answers
-        super().__init__(
-            vocab_size=len(tokens),
-            seq_len=int(self.lengths[-1]) + (self.equals_id is not None),
-            seed=seed,
-            num_sequences=num_sequences,
-        )
+        seq_len = int(self.lengths[-1]) + (self.equals_id is not None)
+        super().__init__(vocab_size=len(tokens), seq_len=seq_len, **stream)
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """scaled_accuracy (accuracy - c) / (1 - c) with chance level c, at which it is 0; and accuracy."""
+        """Return accuracy, and scaled_accuracy (accuracy - c) / (1 - c), which is 0 at the chance level c."""
         accuracy = tally.token_accuracy
         return {"scaled_accuracy": (accuracy - self.chance) / (1 - self.chance), "accuracy": accuracy}
 
@@ -161,11 +157,7 @@ LANGUAGES = {
     "even_pairs": Language(_BIT_TOKENS, 2, _write_even_pairs),
     "cycle_navigation": Language(_CYCLE_TOKENS, _CYCLE, _write_cycle_navigation),
     "modular_arithmetic": Language(
-        arithmetic.FLAT_TOKENS,
-        arithmetic.MODULUS,
-        arithmetic.write_flat,
-        odd_lengths=True,
-        alphabet="01234+-*",
+        arithmetic.FLAT_TOKENS, arithmetic.MODULUS, arithmetic.write_flat, True, alphabet="01234+-*"
     ),
     "modular_arithmetic_brackets": Language(
         arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets, alphabet="01234+-"

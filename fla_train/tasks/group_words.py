@@ -3,6 +3,8 @@
 DeltaProduct (arXiv 2502.10297) section 5.1 and appendix C.1; Grazzi et al. (arXiv 2411.12537) appendix E.2.
 """
 
+from typing import Any
+
 import numpy as np
 
 from fla_train.tasks.draws import below, draw
@@ -29,7 +31,7 @@ class GroupWords(Task):
     Args:
         group: a name `make_group` knows: "S3", "A5", "Z60", "D7", "Z2xS3".
         length: tokens per sequence without the beginning-of-sequence token; a multiple of tokens_per_element.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
         max_moved: most points that an element may move: 2 is "only swaps" (and the identity), 3 "swaps and
             3-permutations"; S and A groups only. None draws from the whole group.
         elements: number of these elements to draw from, generators first (`generators_first`): a curriculum's
@@ -50,13 +52,12 @@ class GroupWords(Task):
         group: str,
         length: int,
         *,
-        seed: int = 0,
-        num_sequences: int | None = None,
         max_moved: int | None = None,
         elements: int | None = None,
         tokens_per_element: int = 1,
         label_incomplete: bool = True,
         bos: bool = True,
+        **stream: Any,
     ):
         self.group = make_group(group)
         order = self.group.order
@@ -64,7 +65,7 @@ class GroupWords(Task):
             raise ValueError(
                 f"length {length} must be a positive multiple of tokens_per_element {tokens_per_element}"
             )
-        super().__init__(vocab_size=order + 2, seq_len=length + bos, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=order + 2, seq_len=length + bos, **stream)
         self.length = length
         self.tokens_per_element = tokens_per_element
         self.label_incomplete = label_incomplete
@@ -75,38 +76,31 @@ class GroupWords(Task):
         self.bos = bos
         self.filler_id = order
         self.bos_id = order + 1
-        self.elements = self._first_elements(self._movable_elements(max_moved), elements)
+        self.elements = self._drawn_elements(max_moved, elements)
         self._flat_table = self.group.table.ravel()
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """sequence_accuracy, token_accuracy and prefix_accuracy [length]: the share of rows right up to t."""
+        """Return sequence_accuracy, token_accuracy and prefix_accuracy [length], of rows right up to t."""
         return {
             "sequence_accuracy": tally.sequence_accuracy,
             "token_accuracy": tally.token_accuracy,
             "prefix_accuracy": tally.prefix_accuracy[self.bos :],
         }
 
-    def _first_elements(self, allowed: np.ndarray, count: int | None) -> np.ndarray:
-        """[m] int64: the elements that inputs are drawn from."""
+    def _drawn_elements(self, max_moved: int | None, count: int | None) -> np.ndarray:
+        """Return the elements that inputs are drawn from, [m] int64."""
+        group, allowed = self.group, np.arange(self.group.order)
+        if max_moved is not None and group.moved is None:
+            raise ValueError(f"max_moved counts permuted points: {group.name} is neither S<n> nor A<n>")
+        if max_moved is not None:
+            allowed = np.flatnonzero(group.moved <= max_moved)
+            if len(allowed) < 2:
+                raise ValueError(f"max_moved={max_moved} leaves the identity of {group.name} only: raise it")
         if count is None:
             return allowed
         if not 1 <= count <= len(allowed):
             raise ValueError(f"elements={count}: choose 1 to {len(allowed)}, the elements that may be drawn")
-        return generators_first(self.group, allowed)[:count]
-
-    def _movable_elements(self, max_moved: int | None) -> np.ndarray:
-        """[m] int64: the elements that move at most `max_moved` points."""
-        if max_moved is None:
-            return np.arange(self.group.order)
-        if self.group.moved is None:
-            raise ValueError(f"max_moved counts permuted points: {self.group.name} is neither S<n> nor A<n>")
-        elements = np.flatnonzero(self.group.moved <= max_moved)
-        if len(elements) < 2:
-            raise ValueError(
-                f"no element of {self.group.name} but the identity moves at most {max_moved} points; "
-                "raise max_moved"
-            )
-        return elements
+        return generators_first(group, allowed)[:count]
 
     def _generate(self, keys: np.ndarray) -> Batch:
         input_ids = np.empty((len(keys), self.seq_len), dtype=np.int64)

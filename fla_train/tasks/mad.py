@@ -8,6 +8,8 @@ network decodes one vector, which a language model can't do), and noise fills si
 the last key has always come before; the published generator leaves it out of some sequences.
 """
 
+from typing import Any
+
 import numpy as np
 
 from fla_train.tasks.draws import below, draw, stream_keys, without_replacement
@@ -32,7 +34,7 @@ class InContextRecall(Task):
         noise_share, noise_vocab: share of noise, and how many noise ids.
         label_all: label every token with the next, as the published training sets do; else only values of
             keys seen before, as the test sets do.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
 
     Raises:
         ValueError: if a sequence would have no key twice, or an option is out of range.
@@ -48,8 +50,7 @@ class InContextRecall(Task):
         noise_share: float = 0.0,
         noise_vocab: int = 16,
         label_all: bool = False,
-        seed: int = 0,
-        num_sequences: int | None = None,
+        **stream: Any,
     ):
         if vocab_size < 4 or vocab_size % 2 or not 0 <= noise_share < 1 or noise_vocab < 1:
             raise ValueError(
@@ -62,9 +63,7 @@ class InContextRecall(Task):
                 f"length {length} has no room for {self.half} keys and one again; make it longer"
             )
         noise_ids = noise_vocab if noise_share else 0
-        super().__init__(
-            vocab_size=vocab_size + noise_ids, seq_len=length, seed=seed, num_sequences=num_sequences
-        )
+        super().__init__(vocab_size=vocab_size + noise_ids, seq_len=length, **stream)
         self.noise_share, self.noise_vocab, self.label_all = noise_share, noise_vocab, label_all
 
     def _generate(self, keys: np.ndarray) -> Batch:
@@ -110,7 +109,7 @@ class FuzzyRecall(Task):
         motif: longest key and longest value (letters). The lengths of values are uniform from 1.
         training: keys of 1 to `motif` letters and a label at every token, as in the published training sets;
             else keys of `motif` letters, and labels at the values of keys seen before.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
 
     Raises:
         ValueError: there are too few letters, or no room for a pair before the last one.
@@ -125,8 +124,7 @@ class FuzzyRecall(Task):
         *,
         motif: int = 3,
         training: bool = False,
-        seed: int = 0,
-        num_sequences: int | None = None,
+        **stream: Any,
     ):
         self.half = (vocab_size - 1) // 2
         if motif < 1 or self.half < motif or length <= 4 * motif:
@@ -134,7 +132,7 @@ class FuzzyRecall(Task):
                 f"fuzzy recall needs a motif of 1 or more, a vocab_size of 2 motif + 1 or more and a length "
                 f"above 4 motif; got motif={motif}, vocab_size={vocab_size}, length={length}"
             )
-        super().__init__(vocab_size=vocab_size, seq_len=length, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=vocab_size, seq_len=length, **stream)
         self.motif, self.training = motif, training
 
     def _generate(self, keys: np.ndarray) -> Batch:
@@ -188,13 +186,11 @@ class SelectiveCopying(Task):
         vocab_size: int = 16,
         length: int = 256,
         copies: int = 16,
-        *,
-        seed: int = 0,
-        num_sequences: int | None = None,
+        **stream: Any,
     ):
         if vocab_size < 3 or copies < 1 or length < 2 * copies + 1:
             raise ValueError("selective copying needs 3 ids or more and a length of 2 copies + 1 or more")
-        super().__init__(vocab_size=vocab_size, seq_len=length, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=vocab_size, seq_len=length, **stream)
         self.copies = copies
 
     def _generate(self, keys: np.ndarray) -> Batch:
@@ -219,14 +215,10 @@ class Compression(Task):
 
     slice_key = "length"
 
-    def __init__(
-        self, vocab_size: int = 16, length: int = 32, *, seed: int = 0, num_sequences: int | None = None
-    ):
+    def __init__(self, vocab_size: int = 16, length: int = 32, **stream: Any):
         if vocab_size < 2 or length < 1:
             raise ValueError("compression needs 2 ids or more and a length of 1 or more")
-        super().__init__(
-            vocab_size=vocab_size + 1 + length, seq_len=2 * length + 1, seed=seed, num_sequences=num_sequences
-        )
+        super().__init__(vocab_size=vocab_size + 1 + length, seq_len=2 * length + 1, **stream)
         self.letters, self.length = vocab_size, length
 
     def _generate(self, keys: np.ndarray) -> Batch:
@@ -248,12 +240,10 @@ class Memorization(Task):
 
     slice_key = "length"
 
-    def __init__(
-        self, vocab_size: int = 256, length: int = 32, *, seed: int = 0, num_sequences: int | None = None
-    ):
+    def __init__(self, vocab_size: int = 256, length: int = 32, **stream: Any):
         if vocab_size < 3 or length < 2 or length % 2:
             raise ValueError("memorization needs 3 ids or more and an even length of 2 or more")
-        super().__init__(vocab_size=vocab_size, seq_len=length, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=vocab_size, seq_len=length, **stream)
         self.keys = (vocab_size - 1) // 2
         values = without_replacement(draw(stream_keys(_MAP_SEED, [0]), self.keys), vocab_size - 1 - self.keys)
         self.values = self.keys + values[0]

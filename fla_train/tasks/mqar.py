@@ -5,6 +5,7 @@ Arora et al. (Zoology, arXiv 2312.04927), as used by DeltaNet (arXiv 2406.06484)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class MQAR(Task):
         vocab_size: V.
         power: exponent a of the gaps' law, > 0; 1 is uniform.
         random_non_queries: fill other positions with random ids.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
 
     Raises:
         ValueError: if a setting has no room for its pairs and queries, or not enough keys.
@@ -56,8 +57,7 @@ class MQAR(Task):
         vocab_size: int = 8192,
         power: float = 0.01,
         random_non_queries: bool = True,
-        seed: int = 0,
-        num_sequences: int | None = None,
+        **stream: Any,
     ):
         if not settings or power <= 0:
             raise ValueError("MQAR needs at least one setting and a power above 0")
@@ -65,12 +65,8 @@ class MQAR(Task):
         self._first_value = vocab_size // 2
         for setting in settings:
             self._check(setting)
-        super().__init__(
-            vocab_size=vocab_size,
-            seq_len=max(setting.seq_len for setting in settings),
-            seed=seed,
-            num_sequences=num_sequences,
-        )
+        longest = max(setting.seq_len for setting in settings)
+        super().__init__(vocab_size=vocab_size, seq_len=longest, **stream)
         self.settings = tuple(settings)
         self.power = power
         self.random_non_queries = random_non_queries
@@ -78,20 +74,15 @@ class MQAR(Task):
         self._upper = np.cumsum(shares) / shares.sum()  # setting i is drawn below _upper[i]
 
     def summary(self, tally: Tally) -> dict[str, float | list[float]]:
-        """accuracy, the mean over sequences of the share of right queries, and sequence_accuracy."""
+        """Return accuracy (mean over sequences of the fraction of right queries) and sequence_accuracy."""
         return {"accuracy": tally.mean_row_accuracy, "sequence_accuracy": tally.sequence_accuracy}
 
     def _check(self, setting: MQARSetting) -> None:
         pairs = setting.num_kv_pairs
         if setting.seq_len % 2 or pairs < 1 or 4 * pairs > setting.seq_len or setting.share <= 0:
-            raise ValueError(
-                f"{setting}: seq_len must be even and at least 4 times num_kv_pairs, which must be 1 or "
-                "more; share must be above 0"
-            )
+            raise ValueError(f"{setting}: seq_len must be even and at least 4 num_kv_pairs, share above 0")
         if pairs > self._first_value - 1:
-            raise ValueError(
-                f"{setting}: a vocabulary of {2 * self._first_value} has too few keys; enlarge it"
-            )
+            raise ValueError(f"{setting}: a vocabulary of {2 * self._first_value} has too few keys")
 
     def _generate(self, keys: np.ndarray) -> Batch:
         input_ids = np.full((len(keys), self.seq_len), _BLANK, dtype=np.int64)

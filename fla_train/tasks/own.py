@@ -1,6 +1,5 @@
-"""Custom tasks: the class by import path, and a check of its batches."""
+"""Check of the batches of a custom task."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,21 +7,6 @@ import torch
 
 from fla_train.tasks.task import IGNORE, Tally, Task, tally_by
 from fla_train.utils.errors import described
-from fla_train.utils.import_class import import_class
-
-
-def import_task(path: str) -> type[Task]:
-    """Import the class that `path`, `package.module:Class`, names.
-
-    Raises:
-        ValueError: it does not exist, it is not a `Task`, or its constructor has no seed argument; one line.
-    """
-    found = import_class(path, Task, "fla_train.tasks.Task")
-    if inspect.isabstract(found):
-        raise ValueError(f"{path}: the class lacks {', '.join(sorted(found.__abstractmethods__))}")
-    if lacking := {"seed", "num_sequences"} - set(inspect.signature(found).parameters):
-        raise ValueError(f"{path}: its constructor must take {' and '.join(sorted(lacking))}")
-    return found
 
 
 def check_contract(path: str, task: Task) -> None:

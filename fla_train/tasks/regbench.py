@@ -1,6 +1,6 @@
 """RegBench (Akyurek et al., arXiv 2401.12973): learn a regular language from strings in the context."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +11,6 @@ SYMBOLS = 18
 SEPARATOR, PAD = SYMBOLS, SYMBOLS + 1
 NODES, ALPHABET, EDGES = (4, 12), (4, 18), (1, 3)  # each range with both ends
 STRINGS, STRING_LENGTH = (10, 19), (1, 49)
-
-
-@dataclass(frozen=True)
-class Automaton:
-    """Deterministic, and every state accepts: edges[state] maps a symbol to the next state."""
-
-    edges: tuple[dict[int, int], ...]
 
 
 class RegBench(Task):
@@ -33,16 +26,16 @@ class RegBench(Task):
 
     Args:
         length: tokens, filled up with padding; 950 holds every sequence.
-        seed, num_sequences: see Task.
+        stream: `seed` and `num_sequences`, see Task.
     """
 
     headline = "dfa_accuracy"
     slice_key = "length"
 
-    def __init__(self, length: int = 512, *, seed: int = 0, num_sequences: int | None = None):
+    def __init__(self, length: int = 512, **stream: Any):
         if length < 3:
             raise ValueError(f"length {length} is too short for strings; use 3 or more")
-        super().__init__(vocab_size=SYMBOLS + 2, seq_len=length, seed=seed, num_sequences=num_sequences)
+        super().__init__(vocab_size=SYMBOLS + 2, seq_len=length, **stream)
 
     def judge(self, predictions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return `predictions` with the label instead of each allowed symbol."""
@@ -66,34 +59,33 @@ class RegBench(Task):
         return Batch.of(inputs[:, :-1].copy(), labels, length=length, allowed=allowed)
 
 
-def random_automaton(rng: np.random.Generator) -> Automaton:
-    """Draw an automaton as RegBench says."""
-    states = int(rng.integers(NODES[0], NODES[1] + 1))
-    size = int(rng.integers(ALPHABET[0], ALPHABET[1] + 1))
-    alphabet = rng.permutation(SYMBOLS)[:size]
+def random_automaton(rng: np.random.Generator) -> list[dict[int, int]]:
+    """Draw a deterministic automaton, all of whose states accept: for each state, next states by symbol."""
+    states = int(rng.integers(*NODES, endpoint=True))
+    alphabet = rng.permutation(SYMBOLS)[: int(rng.integers(*ALPHABET, endpoint=True))]
     edges = []
     for state in range(states):
-        count = int(rng.integers(EDGES[0], EDGES[1] + 1))
+        count = int(rng.integers(*EDGES, endpoint=True))
         targets = rng.permutation(np.delete(np.arange(states), state))[:count]
         symbols = rng.permutation(alphabet)[:count]
         edges.append(dict(zip(symbols.tolist(), targets.tolist(), strict=True)))
-    return Automaton(tuple(edges))
+    return edges
 
 
 def _write_strings(rng: np.random.Generator, tokens: np.ndarray, allowed: np.ndarray) -> None:
     """Fill tokens [T + 1]; allowed[t] marks the symbols that may follow tokens[t]."""
     automaton, at = random_automaton(rng), 0
-    for number in range(int(rng.integers(STRINGS[0], STRINGS[1] + 1))):
+    for number in range(int(rng.integers(*STRINGS, endpoint=True))):
         state = 0
         if number:
             if at >= len(tokens):
                 return
             tokens[at] = SEPARATOR
             at += 1
-        for _ in range(int(rng.integers(STRING_LENGTH[0], STRING_LENGTH[1] + 1))):
+        for _ in range(int(rng.integers(*STRING_LENGTH, endpoint=True))):
             if at >= len(tokens):
                 return
-            choices = automaton.edges[state]
+            choices = automaton[state]
             if at:
                 allowed[at - 1, list(choices)] = True
             symbol = list(choices)[int(rng.integers(len(choices)))]

@@ -145,7 +145,7 @@ class Task(ABC):
     slice_key: ClassVar[str | None] = None
     length_option: ClassVar[str | None] = None
 
-    def __init__(self, *, vocab_size: int, seq_len: int, seed: int, num_sequences: int | None):
+    def __init__(self, *, vocab_size: int, seq_len: int, seed: int = 0, num_sequences: int | None = None):
         if num_sequences is not None and num_sequences < 1:
             raise ValueError(f"num_sequences is {num_sequences}; give a number above 0, or None for no end")
         self.vocab_size = vocab_size

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fla_train.bench.compare import compare
-from fla_train.bench.fused_op_cases import FUNCTIONS, make_cases, ours
+from fla_train.bench.fused_ops import FUNCTIONS, make_cases, ours
+from fla_train.bench.measure import compare
 from fla_train.bench.report import Report
 from fla_train.bench.roofline import Ceilings
 

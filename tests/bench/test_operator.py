@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fla_train.bench.breakdown import by_kind
-from fla_train.bench.compare import Implementation, compare
-from fla_train.bench.implementations import make_problem, ours
+from fla_train.bench.kernels import make_problem, ours
+from fla_train.bench.measure import Implementation, compare
 from fla_train.bench.report import Report
 from fla_train.bench.roofline import (
     CHUNK,
@@ -22,6 +21,7 @@ from fla_train.bench.roofline import (
     kept_bytes,
     known_ceilings,
 )
+from fla_train.bench.training import by_kind
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.selfcheck import Case, make_inputs, relative_rms
 

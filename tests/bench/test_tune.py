@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fla_train.bench import implementations
+from fla_train.bench import kernels
 from fla_train.bench import tune as tuning
 from fla_train.bench.roofline import Shape
 from fla_train.cli import bench
@@ -53,7 +53,7 @@ def run_tune() -> tuple[dict, dict]:
     [("timed sizes", 1), ("segments", 1), ("does not run", 1)],
 )
 def test_the_fastest_that_is_right_everywhere_wins(where, best, small, monkeypatch) -> None:
-    right = implementations.delta_product
+    right = kernels.delta_product
 
     def sometimes_wrong(q, *inputs, backend, **options):
         o, state = right(q, *inputs, backend=backend, **options)
@@ -64,7 +64,7 @@ def test_the_fastest_that_is_right_everywhere_wins(where, best, small, monkeypat
         wrong = {"timed sizes": q.shape[2] == 1, "segments": selected().segment_chunks}
         return (o * 1.05 if wrong.get(where) else o), state
 
-    monkeypatch.setattr(implementations, "delta_product", sometimes_wrong)
+    monkeypatch.setattr(kernels, "delta_product", sometimes_wrong)
     row, options = run_tune()
     assert options == PREPARE[best]
     assert (row["before_ms"], row["tried"], row["failed"]) == (10.0, 3, best == 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from fla_train.bench.implementations import make_problem, operator
+from fla_train.bench.kernels import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import check_backend

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.tasks import make_group
+from fla_train.tasks.groups import make_group
 
 BETA_LOGITS = {2: 1e3, 1: 0.0, 0: -1e3}  # 2 sigmoid(logit)
 

@@ -3,14 +3,13 @@
 import contextlib
 import io
 from collections import Counter
-from functools import partial
 from itertools import permutations
 
 import numpy as np
 import pytest
-import torch
 
-from fla_train.tasks import IGNORE, CodeTrace
+from fla_train.tasks import IGNORE
+from fla_train.tasks.code_trace import CodeTrace
 
 SETTINGS = [
     {"variables": 3, "length": 60},
@@ -65,16 +64,6 @@ def test_rows_have_their_number_of_assignments_between_prints(statement_tokens: 
     assert set(batch.metadata["moves_between_reveals"].tolist()) == {1, 4}
 
 
-@pytest.mark.parametrize("statement_tokens", [True, False])
-def test_the_least_length_that_is_taken_ends_with_a_print_in_the_longest_rows(statement_tokens: bool) -> None:
-    task = partial(CodeTrace, 3, gaps=[1, 2], statement_tokens=statement_tokens)
-    first = (task(100).batch(range(1000)).labels != IGNORE).int().argmax(1)
-    least = int(first.max()) + 1
-    assert (task(least).batch(range(1000)).labels != IGNORE).any(1).all()
-    with pytest.raises(ValueError):
-        task(least - 1)
-
-
 def test_assignments_are_drawn_uniformly_from_those_that_move_so_many() -> None:
     task = CodeTrace(4, 512, max_moved=3, gaps=[8])
     lines = task.text(task.batch(range(60)).input_ids.flatten().tolist()).splitlines()
@@ -85,28 +74,3 @@ def test_assignments_are_drawn_uniformly_from_those_that_move_so_many() -> None:
     expected = counts.total() / kinds
     assert all(abs(count - expected) < 5 * np.sqrt(expected) for count in counts.values())
     assert {line.count("=") for line in counts} == {1}
-
-
-def test_tracking_by_products_of_householders_answers_every_print() -> None:
-    """The operator's state S, a row for each variable: two reflections a line solve swaps and cycles."""
-    task = CodeTrace(4, 200, max_moved=3)
-    batch = task.batch(range(8))
-    predictions = torch.zeros_like(batch.labels)
-    for row, ids in enumerate(batch.input_ids.tolist()):
-        state = torch.zeros(4, 4, dtype=torch.float64)
-        for t, line in enumerate(task.text([i]) for i in ids):
-            if "," in line:
-                left, right = (side.strip("> \n").split(", ") for side in line.split(" = "))
-                source = dict(zip(left, right, strict=True))
-                target = left[0]
-                for _ in left[1:]:  # along the cycle: n - 1 reflections, each of them a swap
-                    normal = torch.zeros(4, dtype=torch.float64)
-                    normal["abcd".index(target)], normal["abcd".index(source[target])] = 0.5**0.5, -(0.5**0.5)
-                    state = state - 2 * torch.outer(normal, normal @ state)
-                    target = source[target]
-            elif "=" in line:
-                state["abcd".index(line[4]), int(line[8])] = 1
-            elif "print" in line:
-                value = state["abcd".index(line[10])].argmax()
-                predictions[row, t] = task.tokens.index(f"{value}\n")
-    assert task.metrics(predictions, batch)["accuracy"] == 1.0

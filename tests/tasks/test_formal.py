@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.tasks import IGNORE, LANGUAGES, TRAIN_LENGTHS, FormalLanguage, tally_by
+from fla_train.tasks import IGNORE, tally_by
+from fla_train.tasks.formal import LANGUAGES, TRAIN_LENGTHS, FormalLanguage
 
 
 def read_parity(word: list[str]) -> str:
@@ -189,18 +190,3 @@ def test_metrics_are_scaled_by_the_chance_level() -> None:
     by_length = tally_by(predictions, batch, "length")
     assert set(by_length) == set(batch.metadata["length"].tolist())
     assert sum(tally.tokens_right for tally in by_length.values()) == 2
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="choose one of parity"):
-        FormalLanguage("palindromes")
-    for lengths in [(0, 5), (6, 5)]:
-        with pytest.raises(ValueError, match="no words"):
-            FormalLanguage("parity", *lengths)
-    with pytest.raises(ValueError, match="has no other alphabet"):
-        FormalLanguage("parity", alphabet="01")
-    for alphabet in ["+", "12", "12+/", "5+"]:
-        with pytest.raises(ValueError, match="one or more of 01234"):
-            FormalLanguage("modular_arithmetic", alphabet=alphabet)
-    with pytest.raises(ValueError, match="its lengths are odd"):
-        FormalLanguage("modular_arithmetic", 4, 4)

@@ -100,15 +100,6 @@ def test_every_row_has_a_question_however_much_noise() -> None:
     assert (shares == 0).double().mean() < 0.05 and abs(shares[shares > 0].mean() - 0.8 / 1.2) < 0.03
 
 
-def test_noise_has_its_share() -> None:
-    task = InContextRecall(noise_share=0.4, length=512)
-    inputs = task.batch(range(50)).input_ids
-    noisy = (inputs >= 16).float().sum()
-    pairs = (inputs < 8).float().sum()
-    assert task.vocab_size == 32 and inputs.max() == 31
-    assert 0.37 < noisy / (noisy + pairs) < 0.43
-
-
 def test_training_labels_are_the_next_tokens() -> None:
     batch = InContextRecall(label_all=True).batch(range(4))
     assert torch.equal(batch.labels[:, :-1], batch.input_ids[:, 1:])
@@ -145,21 +136,3 @@ def test_memorization_has_one_map_for_all_seeds() -> None:
                 assert key < 127 <= value < 255
                 assert known.setdefault(key, value) == value
     assert len(known) == len(set(known.values())) == 127
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: InContextRecall(vocab_size=15),
-        lambda: InContextRecall(length=17),
-        lambda: InContextRecall(noise_share=1.0),
-        lambda: FuzzyRecall(motif=8),
-        lambda: FuzzyRecall(length=12),
-        lambda: SelectiveCopying(length=32),
-        lambda: Compression(length=0),
-        lambda: Memorization(length=3),
-    ],
-)
-def test_settings_that_give_no_task(make) -> None:
-    with pytest.raises(ValueError):
-        make()

@@ -13,7 +13,7 @@ from fla_train.tasks.regbench import PAD, SEPARATOR, SYMBOLS, RegBench, random_a
 def test_automata_are_as_the_benchmark_draws_them() -> None:
     sizes, out_degrees = set(), set()
     for seed in range(300):
-        edges = random_automaton(np.random.default_rng(seed)).edges
+        edges = random_automaton(np.random.default_rng(seed))
         sizes.add(len(edges))
         for state, outgoing in enumerate(edges):
             out_degrees.add(len(outgoing))

@@ -2,7 +2,7 @@
 
 `with_fused_loss` adds it to a model class. The class's own loss makes the logits of all tokens first. Here
 neither training nor `token_losses` makes [B, T, vocabulary] logits, if HEADS describes how the class computes
-logits from hidden states. Any other class keeps its own loss.
+logits from hidden states. Of any other class the loss is the cross-entropy of its logits.
 """
 
 import sys
@@ -79,21 +79,26 @@ class FusedLoss:
             return super().forward(*args, labels=labels, **inputs)
         targets = next_tokens(labels)
         divisor = target_count(targets, num_items_in_batch)
+        routed = getattr(self.config, "output_router_logits", False)
         if self.config.model_type not in HEADS:
-            inputs |= self._bounds(cu_seqlens)
-            return super().forward(*args, labels=labels, num_items_in_batch=divisor, **inputs)
-        outputs = self._run_backbone(*args, cu_seqlens=cu_seqlens, **inputs)
-        hidden = outputs[0].flatten(0, 1)
-        if self._has_plain_head():
-            weight = self.get_output_embeddings().weight
-            total = linear_cross_entropy(hidden.to(matmul_dtype(hidden)), weight, targets.flatten())
+            # The class's loss may ignore the divisor, and weights the balancing loss by micro-batches.
+            outputs = super().forward(*args, **(inputs | self._bounds(cu_seqlens)))
+            total = losses_of_logits(outputs.logits.flatten(0, 1), targets.flatten()).sum()
+            balance = outputs.aux_loss if routed else 0.0
         else:
-            total = self._losses(hidden, targets.flatten()).sum()
+            outputs = self._run_backbone(*args, cu_seqlens=cu_seqlens, **inputs)
+            hidden = outputs[0].flatten(0, 1)
+            if self._has_plain_head():
+                weight = self.get_output_embeddings().weight
+                total = linear_cross_entropy(hidden.to(matmul_dtype(hidden)), weight, targets.flatten())
+            else:
+                total = self._losses(hidden, targets.flatten()).sum()
+            if routed:
+                balancing = sys.modules[type(self).__module__].load_balancing_loss_func
+                experts, mask = (self.num_experts, self.num_experts_per_tok), inputs.get("attention_mask")
+                balance = balancing(outputs.router_logits, *experts, mask)
         loss = total / divisor
-        if getattr(self.config, "output_router_logits", False):
-            balancing = sys.modules[type(self).__module__].load_balancing_loss_func
-            experts, mask = (self.num_experts, self.num_experts_per_tok), inputs.get("attention_mask")
-            balance = balancing(outputs.router_logits, *experts, mask)
+        if routed:
             loss = loss + self.router_aux_loss_coef * balance * (targets != IGNORE).sum() / divisor
         return CausalLMOutput(loss=loss)
 
