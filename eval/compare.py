@@ -9,10 +9,8 @@ import pandas as pd
 from fla_train.eval.intervals import Mean
 from fla_train.eval.result import Curve, EvalResult, Score
 
-COLUMNS = (
-    *("section", "data", "length", "metric", "value", "stderr", "low", "high"),
-    *("documents", "sequences", "chance"),
-)
+COLUMNS = "section data length metric value stderr low high documents sequences chance".split()
+DIFFERENCE = ["difference", "difference_stderr", "mark"]
 BETTER, WORSE = "▲", "▼"
 
 
@@ -28,16 +26,12 @@ def long_table(results: Sequence[EvalResult]) -> pd.DataFrame:
     for result in results:
         for score in result.scores:
             row = {"evaluation": result.name} | {column: getattr(score, column) for column in COLUMNS}
-            other = None if result is reference else reference.find(*_find(score))
+            other = None if result is reference else reference.find(*score.key)
             if other is not None and (found := difference(result, score, reference, other)) is not None:
-                row |= dict(zip(("difference", "difference_stderr", "mark"), found, strict=True))
+                row |= dict(zip(DIFFERENCE, found, strict=True))
             rows.append(row)
-    columns = ["evaluation", *COLUMNS, "difference", "difference_stderr", "mark"]
+    columns = ["evaluation", *COLUMNS, *DIFFERENCE]
     return pd.DataFrame(rows, columns=columns).astype({"length": "Int64", "sequences": "Int64"})
-
-
-def _find(score: Score) -> tuple[str, str, str, int | None]:
-    return score.section, score.data, score.metric, score.length
 
 
 def difference(
@@ -93,7 +87,7 @@ def loss_differences(result: EvalResult, reference: EvalResult, data: str) -> Cu
     """
     rows = []
     for score in result.of("perplexity"):
-        other = reference.find(*_find(score))
+        other = reference.find(*score.key)
         if score.data != data or score.metric != "loss" or other is None:
             continue
         if score.fingerprint == other.fingerprint and (mean := paired_mean(score, other)) is not None:

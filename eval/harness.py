@@ -4,13 +4,13 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lm_eval.evaluator
 import torch
-import torch.nn.functional as F
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
@@ -19,11 +19,13 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.config import SuiteConfig
 from fla_train.eval.likelihood import Answer, log_likelihoods
-from fla_train.eval.parallel import ALONE, OtherRankError, OtherRankFailed, Ranks
+from fla_train.eval.memory import in_halves
+from fla_train.eval.parallel import ALONE, OTHER_RANK, Ranks
 from fla_train.eval.result import Measured
 from fla_train.eval.result_cache import Job
 from fla_train.eval.scores import task_scores
@@ -31,6 +33,7 @@ from fla_train.eval.sets import local_datasets, remedy
 from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, trained_prefix_of
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.environment import git_commit
+from fla_train.utils.errors import described
 
 CPU_BATCH = 8  # what `auto` means on a CPU, which has no out-of-memory error to find the limit by
 AUTO_TOKENS = 131_072  # tokens of a forward pass that `auto` means for our models on a GPU
@@ -229,19 +232,14 @@ class FlaTrainLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """Generate as `HFLM` does; a batch that exceeds the GPU's memory is generated in halves."""
-        try:
-            return super()._model_generate(context, max_length, stop, **options)
-        except torch.OutOfMemoryError:
-            if len(context) == 1:
-                raise
-        torch.cuda.empty_cache()
-        masks = options.pop("attention_mask").chunk(2)
-        halves = [
-            self._model_generate(half, max_length, stop, attention_mask=mask, **options)
-            for half, mask in zip(context.chunk(2), masks, strict=True)
-        ]
-        width, pad = max(half.shape[1] for half in halves), self.tokenizer.pad_token_id
-        return torch.cat([F.pad(half, (0, width - half.shape[1]), value=pad) for half in halves])
+        generate, mask = super()._model_generate, options.pop("attention_mask")
+
+        def work(rows: Sequence[int]) -> list[Tensor]:
+            rows = list(rows)
+            return list(generate(context[rows], max_length, stop, attention_mask=mask[rows], **options))
+
+        pad = self.tokenizer.pad_token_id
+        return pad_sequence(in_halves(work, range(len(context))), batch_first=True, padding_value=pad)
 
     def _windows(self, text: str) -> Iterable[tuple[list[int], list[int]]]:
         tokens, prefix = self.tok_encode(text), self.prefix_token_id
@@ -319,16 +317,16 @@ def task_jobs(
         try:
             with local_datasets(mirror):
                 return run(name)
-        except (OtherRankError, OtherRankFailed):
+        except OTHER_RANK:
             raise
         except Exception as failure:  # a data set's code may raise anything; the other tasks still run
-            line = " ".join(str(failure).split())[:300]
+            line = described(failure)[:300]
             if isinstance(failure, ConnectionError | FileNotFoundError):
                 line += f"; {remedy(mirror)}"
-            raise ValueError(f"{type(failure).__name__}: {line}") from failure
+            raise ValueError(line) from failure
 
     for name in suite.tasks:
-        yield Job("tasks", name, settings, lambda name=name: work(name))
+        yield Job("tasks", name, settings, partial(work, name))
 
 
 def task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:

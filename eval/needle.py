@@ -20,6 +20,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pydoc_data.topics import topics
 
@@ -44,9 +45,8 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 PROMPTS = {
     "ruler": "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will "
-    "quiz "
-    "you about the {kind} afterwards.\n{text}\nWhat is the special magic {kind} for {key} mentioned in the "
-    "provided text? The special magic {kind} for {key} mentioned in the provided text is",
+    "quiz you about the {kind} afterwards.\n{text}\nWhat is the special magic {kind} for {key} mentioned "
+    "in the provided text? The special magic {kind} for {key} mentioned in the provided text is",
     "continuation": "{text}\n" + NEEDLE.partition(" {value}")[0],
 }
 KINDS = {"niah_single_1": "number", "niah_single_2": "number", "niah_single_3": "uuid"}  # of the value
@@ -86,26 +86,9 @@ class Haystack:
     cost: float
 
     @classmethod
-    def load(
-        cls, task: str, essays: str | None, text_column: str, tokenizer: PreTrainedTokenizerBase
-    ) -> "Haystack":
-        """Return the haystack of a task.
-
-        Raises:
-            ValueError: the essays are missing, unreadable or empty.
-        """
-        units, joint = [NOISE], "\n"
-        if task != "niah_single_1":
-            units, joint, characters = [], " ", 0
-            texts = file_texts(essays, text_column, "suite.needle.essays") if essays else topics.values()
-            for text in texts:
-                units += text.split()
-                characters += len(text)
-                if characters >= ESSAY_CHARACTERS:
-                    break
-            if not units:
-                raise ValueError(f"suite.needle.essays={essays}: the documents are empty")
-        ends = np.array([joint == "\n" or bool(SENTENCE_END.search(unit)) for unit in units])
+    def of(cls, units: Sequence[str], joint: str, tokenizer: PreTrainedTokenizerBase) -> "Haystack":
+        """Return the haystack of words or lines; a needle may follow the end of a sentence."""
+        ends = np.array([bool(SENTENCE_END.search(unit)) for unit in units])
         beginning = (units * 2)[:50_000]
         return cls(units, joint, ends, len(encode(tokenizer, [joint.join(beginning)])[0]) / len(beginning))
 
@@ -116,6 +99,23 @@ class Haystack:
         place = places[np.abs(places - depth / 100 * count).argmin()]
         units = [self.units[i] for i in chosen]
         return self.joint.join([*units[:place], needle, *units[place:]])
+
+
+def essays(path: str | None, text_column: str, tokenizer: PreTrainedTokenizerBase) -> Haystack:
+    """Return the haystack of the documents in `path`, or of Python's reference pages.
+
+    Raises:
+        ValueError: the documents are missing, unreadable or empty.
+    """
+    words, characters = [], 0
+    for text in file_texts(path, text_column, "suite.needle.essays") if path else topics.values():
+        words += text.split()
+        characters += len(text)
+        if characters >= ESSAY_CHARACTERS:
+            break
+    if not words:
+        raise ValueError(f"suite.needle.essays={path}: the documents are empty")
+    return Haystack.of(words, " ", tokenizer)
 
 
 def make_sample(
@@ -191,18 +191,14 @@ def needle_jobs(
     settings = {
         k: v for k, v in asdict(config).items() if k not in ("tasks", "prompts", "lengths", "batch_size")
     }
-    for task in config.tasks:
-        haystack = Haystack.load(task, config.essays, config.text_column, tokenizer)
-        essays = config.essays if task != "niah_single_1" else None
-        files = describe_files(find_files(essays)) if essays else None
-        for prompt, length in product(config.prompts, lengths):
-
-            def work(
-                task: str = task, haystack: Haystack = haystack, prompt: str = prompt, length: int = length
-            ) -> Measured:
-                return _ask(model, tokenizer, task, haystack, prompt, length, config, ranks, progress)
-
-            yield Job("needle", f"{task}/{prompt}/{length}", settings | {"files": files}, work)
+    noise, texts, files = Haystack.of([NOISE], "\n", tokenizer), None, None
+    if {*config.tasks} - {"niah_single_1"}:
+        texts = essays(config.essays, config.text_column, tokenizer)
+        files = describe_files(find_files(config.essays)) if config.essays else None
+    for task, prompt, length in product(config.tasks, config.prompts, lengths):
+        haystack, read = (noise, None) if task == "niah_single_1" else (texts, files)
+        work = partial(_ask, model, tokenizer, task, haystack, prompt, length, config, ranks, progress)
+        yield Job("needle", f"{task}/{prompt}/{length}", settings | {"files": read}, work)
 
 
 def _ask(

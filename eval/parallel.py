@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fla_train.utils.errors import described
 from fla_train.utils.ranks import leave_other_launchers, world_size
 
 T = TypeVar("T")
@@ -26,22 +27,7 @@ class OtherRankError(ValueError):
     """User error on another rank. The message has its number and its error."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Sent by a rank that failed, instead of the value that the others wait for."""
-
-    rank: int
-    line: str
-    by_user: bool
-
-    @classmethod
-    def of(cls, rank: int, failure: Exception) -> "_Failure":
-        by_user = isinstance(failure, ValueError)
-        text = " ".join(str(failure).split())[:300]
-        return cls(rank, text if by_user else f"{type(failure).__name__}: {text}", by_user)
-
-    def error(self) -> Exception:
-        return (OtherRankError if self.by_user else OtherRankFailed)(f"on rank {self.rank}: {self.line}")
+OTHER_RANK = (OtherRankFailed, OtherRankError)  # a rank that failed sends one instead of its value
 
 
 @dataclass(frozen=True)
@@ -65,8 +51,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         values = self._exchange(value)
-        if failure := _first_failure(values):
-            raise failure.error()
+        for failure in (value for value in values if isinstance(value, OTHER_RANK)):
+            raise failure
         return values
 
     @contextmanager
@@ -84,13 +70,17 @@ class Ranks:
             return
         try:
             yield
-        except (OtherRankFailed, OtherRankError):
+        except OTHER_RANK:
             raise
         except Exception as failure:
-            first = _first_failure(self._exchange(_Failure.of(self.rank, failure)))
-            if first.rank == self.rank:
+            kind, line = OtherRankFailed, described(failure)[:300]
+            if isinstance(failure, ValueError):
+                kind, line = OtherRankError, " ".join(str(failure).split())[:300]
+            values = self._exchange(kind(f"on rank {self.rank}: {line}"))
+            first = next(rank for rank, value in enumerate(values) if isinstance(value, OTHER_RANK))
+            if first == self.rank:
                 raise
-            raise first.error() from failure
+            raise values[first] from failure
         self.gather(None)
 
     def _exchange(self, value: Any) -> list:
@@ -105,10 +95,6 @@ class Ranks:
         """Return the device of this rank: its GPU for `auto` and `cuda`, else `name`."""
         several = self.world > 1 and name in ("auto", "cuda") and torch.cuda.is_available()
         return f"cuda:{self.local_rank}" if several else name
-
-
-def _first_failure(values: list) -> _Failure | None:
-    return next((value for value in values if isinstance(value, _Failure)), None)
 
 
 ALONE = Ranks()

@@ -23,6 +23,7 @@ from fla_train.eval.documents import Spans, stacked
 from fla_train.eval.intervals import Estimate
 from fla_train.eval.memory import in_halves
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.utils.errors import described
 
 # Names of the cache in a model's output: transformers from 5.24 on, most models before, Mamba, RWKV.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
@@ -109,23 +110,14 @@ def bucket_edges(lengths: Sequence[int], bucket: int, per_octave: int | None = N
     With `per_octave` a bucket that begins at token n is at least as wide as the largest power of two up to n
     divided by `per_octave`. A curve to a million tokens then has few points, evenly spaced on a logarithmic
     axis.
-
-    Raises:
-        ValueError: no lengths, or numbers below 1.
     """
-    if not lengths or min(lengths) < 1 or bucket < 1:
-        raise ValueError(
-            "suite.perplexity.lengths and suite.perplexity.bucket must hold integers of at least 1"
-        )
+    assert min(lengths) > 0 and bucket > 0
     edges, edge = {0, *lengths}, 0
-    while (edge := edge + _width(edge, bucket, per_octave)) <= max(lengths):
+    while edge <= max(lengths):
         edges.add(edge)
+        octave = 2 ** (edge.bit_length() - 1) if edge else 0
+        edge += max(bucket, octave // per_octave if per_octave else 0)
     return tuple(sorted(edges))
-
-
-def _width(edge: int, bucket: int, per_octave: int | None) -> int:
-    """Return the number of tokens in the bucket that begins at `edge`."""
-    return max(bucket, 2 ** (edge.bit_length() - 1) // per_octave if per_octave and edge else 0)
 
 
 def loss_table(
@@ -155,11 +147,9 @@ def loss_table(
         progress: show a progress bar over tokens.
 
     Raises:
-        ValueError: a chunk or batch size below 1, the memory is too small for one sequence, or a sequence is
-            longer than a chunk and the model does not carry its state from one to the next.
+        ValueError: the memory is too small for one sequence, or a sequence is longer than a chunk and the
+            model does not carry its state from one to the next.
     """
-    if chunk < 1 or batch_size < 1:
-        raise ValueError("suite.perplexity.chunk and suite.perplexity.batch_size must be at least 1")
     edges = tuple(edges)
     assert len(prefix) <= 1
     spans = spans or [((d, 0),) for d in range(len(sequences))]
@@ -223,7 +213,7 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
         try:
             logits, cache = forward(model, part, cache, keep=True)
         except Exception as failure:  # whole documents in one chunk may still work
-            reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            reason = described(failure)[:200]
             raise ValueError(_beyond(model, chunk, f"fails with its cache ({reason})")) from failure
         parts.append(logits)
     carried = torch.cat(parts, dim=1)[:, half:].double()

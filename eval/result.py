@@ -58,9 +58,9 @@ class Score:
     weights: Sequence[float] | None = None
 
     @property
-    def key(self) -> tuple[str, str, int | None, str]:
-        """The key that a comparison matches: section, data, length and metric."""
-        return self.section, self.data, self.length, self.metric
+    def key(self) -> tuple[str, str, str, int | None]:
+        """The arguments of `EvalResult.find`, by which a comparison matches scores."""
+        return self.section, self.data, self.metric, self.length
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class EvalResult(Measured):
 
     def find(self, section: str, data: str, metric: str, length: int | None = None) -> Score | None:
         """Return the score with this key, if the evaluation has it."""
-        key = (section, data, length, metric)
+        key = (section, data, metric, length)
         return next((score for score in self.scores if score.key == key), None)
 
     def of(self, section: str) -> list[Score]:

@@ -8,11 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.eval.config import EvalConfig, SuiteConfig
+from fla_train.eval.config import EvalConfig
 from fla_train.eval.figures import draw_figures
 from fla_train.eval.likelihood import position_limit
 from fla_train.eval.needle import needle_jobs
@@ -38,6 +37,11 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     Sets and tasks that an earlier call finished in the same `output`, with the same checkpoint and settings,
     are read from there.
 
+    Args:
+        config: the request.
+        progress: show progress bars.
+        ranks: that evaluate together.
+
     Returns:
         The folder of the report and the result. Other ranks than 0 have only some of the scores.
 
@@ -45,6 +49,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         ValueError: the request cannot work, or another evaluation writes to the same output.
         KeyboardInterrupt: with the folder as its argument.
     """
+    started = time.time()
     check_request(config)
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
@@ -56,81 +61,53 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             trust_remote_code=config.trust_remote_code,
         )
     folder = ranks.share(output_folder(config, source))  # its name has the time in it
-    run = run_folder(source)
-    identity = {"checkpoint": str(source), "files": _checkpoint_files(source, model)}
+    run, dtype = run_folder(source), str(model.dtype).removeprefix("torch.")
+    size, limit = count_parameters(model).total, position_limit(model)
+    result = EvalResult(
+        name=f"{run.name}/{own_name(source)}" if run else str(config.checkpoint),
+        checkpoint=str(source),
+        files=_checkpoint_files(source, model),
+        model={"type": model.config.model_type, "parameters": size, "positions": limit},
+        trained_length=recorded_length(model),
+        suite=asdict(config.suite),
+        environment=describe_environment(str(model.device)) | {"dtype": dtype},
+    )
+    identity = {"checkpoint": result.checkpoint, "files": result.files, "dtype": dtype}
     try:
         with ExitStack() as held:
             with ranks.together():
                 check_output(folder)
-                _check_checkpoint(folder, identity, run)
+                _check_checkpoint(folder, result, run)
                 if ranks.rank == 0:
                     held.enter_context(output_lock(folder))
-            result = evaluate_model(
-                model,
-                tokenizer,
-                config.suite,
-                folder,
-                name=f"{run.name}/{own_name(source)}" if run else str(config.checkpoint),
-                identity=identity,
-                run=run,
-                trained=recorded_length(model),
-                mirror=config.mirror,
-                ranks=ranks,
-                progress=progress,
-            )
+            options = {"ranks": ranks, "progress": progress and ranks.rank == 0}
+            jobs = _jobs(config, model, tokenizer, result, folder, run, **options)
+            run_jobs(jobs, ResultCache(folder / "parts", identity, ranks), result)
+            if few := unique(score.data for score in result.scores if score.documents < FEW):
+                names = ", ".join(few)
+                result.notes.append(f"Fewer than {FEW} documents, so standard errors are rough: {names}.")
+            result.seconds = round(time.time() - started, 1)
+            if ranks.rank == 0:
+                result.save(folder / "results.json")
+                write_report(folder, [result])
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(str(folder)) from stop
     return folder, result
 
 
-def evaluate_model(
+def _jobs(
+    config: EvalConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    suite: SuiteConfig,
+    result: EvalResult,
     folder: Path,
+    run: Path | None,
     *,
-    name: str,
-    identity: dict[str, Any],
-    run: Path | None = None,
-    trained: int | None = None,
-    mirror: str | None = None,
-    ranks: Ranks = ALONE,
-    progress: bool = True,
-) -> EvalResult:
-    """Run `suite` on a loaded model and write the report to `folder`.
-
-    Args:
-        model: in eval mode; its weights are read only.
-        tokenizer: of the model.
-        suite: what to run; without errors (`find_errors`).
-        folder: of the report. Finished sets and tasks in it are used again if `identity` and the settings are
-            equal.
-        name: what tables and figures call the model.
-        identity: `checkpoint` and `files`, plain JSON that tells these weights from others.
-        run: run folder, whose validation split `suite.perplexity.sets=[]` means.
-        trained: length of the training sequences (tokens); None: not known.
-        mirror: folder with local copies of data sets, or None for the Hub or its cache.
-        ranks: that evaluate together, each with the same model.
-        progress: show progress bars.
-
-    Raises:
-        ValueError: the request cannot work.
-    """
-    started, count = time.time(), count_parameters(model)
-    dtype = str(model.dtype).removeprefix("torch.")
-    progress = progress and ranks.rank == 0
-    limit = position_limit(model)
-    result = EvalResult(
-        name=name,
-        **identity,
-        model={"type": model.config.model_type, "parameters": count.total, "positions": limit},
-        trained_length=trained,
-        suite=asdict(suite),
-        environment=describe_environment(str(model.device)) | {"dtype": dtype},
-    )
-    # Everything that can be checked is checked here, before the work begins.
-    mirror_folder(mirror)
-    jobs: list[Job] = []
+    ranks: Ranks,
+    progress: bool,
+) -> list[Job]:
+    """Return the jobs of the suite, after every check that needs no work, and set `result.window`."""
+    suite, mirror, trained, jobs = config.suite, config.mirror, result.trained_length, []
     if suite.perplexity is not None:
         options = {"run": run, "trained": trained, "mirror": mirror, "ranks": ranks, "progress": progress}
         jobs += perplexity_jobs(model, tokenizer, suite.perplexity, **options)
@@ -139,20 +116,17 @@ def evaluate_model(
     if suite.tasks:
         from fla_train.eval.harness import FlaTrainLM, task_jobs  # lm-eval takes seconds to import
 
-        result.window = _window(suite, trained or trained_length(model), limit)
+        limit = result.model["positions"]
+        if limit is not None and (suite.max_length or 0) > limit:
+            raise ValueError(
+                f"suite.max_length={suite.max_length}: the model has positions for {limit:,} tokens only"
+            )
+        length = trained or trained_length(model)
+        result.window = suite.max_length or min(length, limit or length)
         options = {"max_length": result.window, "batch_size": suite.batch_size, "ranks": ranks}
         samples = folder / "samples" if suite.save_samples else None
         jobs += task_jobs(FlaTrainLM(model, tokenizer, **options), suite, mirror=mirror, samples=samples)
-
-    run_jobs(jobs, ResultCache(folder / "parts", identity | {"dtype": dtype}, ranks), result)
-    if few := unique(score.data for score in result.scores if score.documents < FEW):
-        result.notes.append(f"Fewer than {FEW} documents, so standard errors are rough: {', '.join(few)}.")
-    result.seconds = round(time.time() - started, 1)
-    if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        result.save(folder / "results.json")
-        write_report(folder, [result])
-    return result
+    return jobs
 
 
 def write_report(folder: Path, results: Sequence[EvalResult]) -> None:
@@ -188,22 +162,14 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalRes
     return results
 
 
-def _window(suite: SuiteConfig, trained: int, limit: int | None) -> int:
-    """Return the tokens of a task's prompt and answer: `suite.max_length`, else the training length."""
-    if limit is not None and (suite.max_length or 0) > limit:
-        raise ValueError(
-            f"suite.max_length={suite.max_length}: the model has positions for {limit:,} tokens only"
-        )
-    return suite.max_length or min(trained, limit or trained)
-
-
 def check_request(config: EvalConfig) -> None:
-    """Raise a ValueError if the checkpoint is missing, the suite has errors or the output cannot be one."""
+    """Raise a ValueError if the checkpoint or the mirror is missing, or the suite or the output is wrong."""
     if not config.checkpoint:
         raise ValueError(
             "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
         )
     require_valid(config.suite, "suite.")
+    mirror_folder(config.mirror)
     if config.output:
         check_output(Path(config.output).expanduser())
 
@@ -232,17 +198,16 @@ def check_output(folder: Path) -> None:
         )
 
 
-def _check_checkpoint(folder: Path, identity: dict[str, Any], run: Path | None) -> None:
+def _check_checkpoint(folder: Path, result: EvalResult, run: Path | None) -> None:
     """Check that the results in `folder` are of the same model, or of an earlier export of the same run."""
     try:
         earlier = EvalResult.load(folder / "results.json")
     except (OSError, ValueError):
         return
     same_run = run is not None and Path(earlier.checkpoint).resolve().is_relative_to(run.resolve())
-    if not same_run and earlier.checkpoint != identity["checkpoint"] and earlier.files != identity["files"]:
+    if not same_run and earlier.checkpoint != result.checkpoint and earlier.files != result.files:
         raise ValueError(
-            f"{folder} holds results of {earlier.checkpoint}, not of {identity['checkpoint']}: give another "
-            "output"
+            f"{folder} holds results of {earlier.checkpoint}, not of {result.checkpoint}: give another output"
         )
 
 

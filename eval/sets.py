@@ -17,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fla_train.eval.documents import tokenized
+from fla_train.utils.errors import described
 from fla_train.utils.hub_names import is_hub_name
 
 
@@ -85,18 +86,15 @@ def hub_documents(
             rows = datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=True)
         yield from tokenized(map(chosen.text, rows), tokenizer)
     except Exception as failure:  # a row without its columns, or whatever the network raises
-        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        reason = described(failure)[:200]
         raise ValueError(f"data set {chosen.hub} cannot be read ({reason}); {remedy(mirror)}") from failure
 
 
 def remedy(mirror: str | Path | None) -> str:
     """Return what to do about a data set that cannot be loaded."""
     folder = mirror or "FOLDER"
-    return (
-        f"without network, put it into {folder}/ORG/NAME (hf download ORG/NAME --repo-type dataset "
-        f"--local-dir "
-        f"{folder}/ORG/NAME) and set mirror={folder}"
-    )
+    command = f"hf download ORG/NAME --repo-type dataset --local-dir {folder}/ORG/NAME"
+    return f"without network, put it into {folder}/ORG/NAME ({command}) and set mirror={folder}"
 
 
 def mirror_folder(mirror: str | Path | None) -> Path | None:
@@ -116,13 +114,14 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
     """Make `datasets.load_dataset("org/name", ...)` read MIRROR/org/name where that folder exists.
 
     lm-eval's task definitions name data sets of the Hub, so they need no change. `hf download --local-dir`
-    writes such folders: parquet or JSON lines, and a README.md whose header names the configs.
+    writes such folders: parquet or JSON lines, and a README.md whose header names the configs. With a mirror
+    the Hub is never asked: what the mirror lacks must be in the cache of `datasets`.
     """
     folder = mirror_folder(mirror)
     if folder is None:
         yield
         return
-    original = datasets.load_dataset
+    original, offline = datasets.load_dataset, datasets.config.HF_HUB_OFFLINE
 
     def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
         place = folder / path
@@ -134,11 +133,11 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
             splits["train"] = next(iter(splits.values())).select([])
         return splits
 
-    datasets.load_dataset = load_dataset
+    datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load_dataset, True
     try:
         yield
     finally:
-        datasets.load_dataset = original
+        datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = original, offline
 
 
 def _cache(place: Path) -> Path:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,7 @@ VALIDATION = "validation"
 BUCKET = 256  # tokens of a point of the curve over positions, at most, unless the suite says otherwise
 DIFFERENT_TEXT = (
     "Lengths of a set average different text. Compare models at one length; to see what a longer context "
-    "does, "
-    "use the curves along the positions."
+    "does, use the curves along the positions."
 )
 
 
@@ -81,10 +81,7 @@ def perplexity_jobs(
             documents = hub_documents(PAPER_SETS[path], tokenizer, mirror)
         else:
             documents = file_documents(path, tokenizer, config.text_column)
-
-        def work(name: str = name, documents: Iterator[np.ndarray] = documents) -> Measured:
-            return _measure(model, tokenizer, documents, name, config, trained, ranks, progress)
-
+        work = partial(_measure, model, tokenizer, documents, name, config, trained, ranks, progress)
         yield Job("perplexity", name, settings | {"path": path, "files": _files(path, mirror)}, work)
 
 
@@ -111,9 +108,8 @@ def _measure(
     prefix = document_prefix(model, tokenizer)
     length = max(config.lengths)
     if config.layout == "packed":
-        documents, spans = packed(
-            *(stream, config.documents, config.lengths, prefix, config.scan, progress), least=trained or 1
-        )
+        wanted = (config.documents, config.lengths, prefix, config.scan, progress)
+        documents, spans = packed(stream, *wanted, least=trained or 1)
     else:
         documents = longest(stream, config.documents, length, config.scan, progress)
         spans = [((d, 0),) for d in range(len(documents))]
@@ -164,11 +160,8 @@ def _measure(
             sequences=estimates[n].sequences,
             higher_is_better=False,
             fingerprint=tokens,
-            **(
-                {"by_document": list(estimates[n].losses), "weights": list(estimates[n].targets)}
-                if metric == "loss"
-                else {}
-            ),
+            by_document=list(estimates[n].losses) if metric == "loss" else [],
+            weights=list(estimates[n].targets) if metric == "loss" else None,
         )
         for n in reached
         for metric, value in estimates[n].values().items()

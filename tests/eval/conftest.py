@@ -101,6 +101,7 @@ def write_task(tmp_path: Path) -> TaskWriter:
 @pytest.fixture(autouse=True)
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it runs `pip list`
 
 
 def measure(jobs: Iterable[Job], folder: Path, ranks: Ranks = ALONE) -> EvalResult:

@@ -11,14 +11,14 @@ import torch
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.kernels.delta_product import delta_product
-from fla_train.tasks import GroupWords
+from fla_train.tasks.group_words import GroupWords
 from tests.eval.test_expressivity import TASK
 from tests.tasks.constructions import symmetric
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts/analysis"))
 
 from remembrance import effective_remembrance
-from states import effective_rank, state_rows
+from states import state_rows
 from transitions import Transitions, transitions
 from transitions import main as draw_transitions
 
@@ -58,12 +58,6 @@ def test_matrices_are_what_the_operator_does_to_a_state() -> None:
         backend="recurrent",
     )
     torch.testing.assert_close(layer.matrices() @ state, after)
-
-
-def test_effective_rank() -> None:
-    q = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
-    assert effective_rank(q).item() == pytest.approx(6)
-    assert effective_rank(torch.outer(q[0], q[1])).item() == pytest.approx(1, abs=1e-6)
 
 
 def test_states_against_a_loop_over_tokens(build_model) -> None:

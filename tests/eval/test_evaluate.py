@@ -11,17 +11,15 @@ from omegaconf import OmegaConf
 
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
-from fla_train.data.tokenizers import encode
 from fla_train.eval import documents as documents_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
-from fla_train.eval.documents import file_documents, longest, run_data, validation_documents
+from fla_train.eval.documents import run_data, validation_documents
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.result import EvalResult
 from fla_train.eval.run import check_output, evaluate, output_lock, write_comparison
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
-from fla_train.utils.keys import find_errors
 from tests.eval.conftest import CHOICES, token_losses, value
 
 TEXTS = [f"document {i}: " + "all work and no play " * (i % 7) for i in range(60)] + ["", "x"]
@@ -66,21 +64,6 @@ def test_validation_documents_are_the_held_out_texts(run: Path, tokenizer) -> No
         set(held_out) < set(TEXTS) and len(held_out) == prepared.manifest["splits"]["validation"]["documents"]
     )
     assert 10 < len(held_out) < 50
-
-
-def test_file_documents(corpus: Path, tokenizer) -> None:
-    found = [document.tolist() for document in file_documents(str(corpus), tokenizer)]
-    assert found == encode(tokenizer, TEXTS)
-
-
-def test_longest() -> None:
-    documents = [np.full(n, i) for i, n in enumerate([3, 9, 0, 50, 20, 30])]
-    chosen = longest(documents, count=3, length=10, scan=5, progress=False)
-    assert [(d[0], len(d)) for d in chosen] == [
-        (3, 11),
-        (4, 11),
-        (1, 9),
-    ]  # the last document is beyond the scan
 
 
 def test_report_of_a_sweep(run: Path) -> None:
@@ -248,10 +231,10 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EvalConfig(), "give checkpoint=RUN"),
         (EvalConfig("absent", suite=perplexity_suite()), "absent does not exist"),
-        (EvalConfig("RUN", dtype="int4", suite=perplexity_suite()), "dtype=int4 must be one of"),
         (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "suite.tasks is empty"),
+        (EvalConfig("RUN", suite=perplexity_suite(bucket=0)), "suite.perplexity.bucket"),
+        (EvalConfig("RUN", mirror="absent", suite=perplexity_suite()), "mirror=absent is not a folder"),
         (EvalConfig("RUN", f"{__file__}/out", suite=perplexity_suite()), "test_evaluate.py is not a folder"),
     ],
 )
@@ -260,13 +243,3 @@ def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) 
         config.checkpoint = config.checkpoint.replace("RUN", str(run))
     with pytest.raises(ValueError, match=message):
         evaluate(config, progress=False)
-
-
-def test_faults_are_reported_together() -> None:
-    suite = perplexity_suite(bucket=0, chunk=0)
-    suite.limit, suite.num_fewshot = 0, -1
-    text = "\n".join(find_errors(suite, "suite."))
-    for key in ("num_fewshot", "limit", "perplexity.bucket", "perplexity.chunk"):
-        assert f"suite.{key}" in text
-    (line,) = find_errors(perplexity_suite(sets=["a/web.jsonl", "b/web.parquet"]), "suite.")
-    assert "several sets named web" in line

@@ -9,7 +9,7 @@ from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig
 from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
-from tests.tasks.constructions import cyclic, symmetric
+from tests.tasks.constructions import symmetric
 
 TASK = """\
 task:
@@ -38,10 +38,3 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(results["curves"]["length_100"]["y"]) == 100
     assert "| length_100 | sequence accuracy | 1.0000 |" in (folder / "table.md").read_text()
     assert (folder / "accuracy.png").is_file()
-
-
-def test_a_language_model_is_refused(tmp_path: Path) -> None:
-    export_model(cyclic(3).float(), None, tmp_path / "model", CardInfo(config="seed: 0\n"))
-    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig())
-    with pytest.raises(ValueError, match="was not trained on a task"):
-        evaluate_expressivity(EvalConfig(checkpoint=str(tmp_path / "model"), device="cpu", suite=suite))

@@ -19,7 +19,6 @@ from fla_train.eval import harness
 from fla_train.eval.harness import FlaTrainLM
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
-from fla_train.models import modeling
 from tests.eval.conftest import CHOICES, RECITE, ROLLING, short_of_memory, token_losses, value
 
 PAIRS = [
@@ -94,19 +93,6 @@ def test_texts_are_encoded_as_by_lm_eval(tokenizer, scholar, monkeypatch, add_bo
     }
 
 
-@pytest.mark.parametrize("batch_size", [3, 7, "auto"])
-def test_batch_size_changes_nothing_but_rounding(model, tokenizer, batch_size: int | str) -> None:
-    """To the rounding of the softmax, which `HFLM` takes in fp32 here and our models' bridge in fp64."""
-    model.double()
-    digits = 1e-9 if model.config.model_type == "delta_product" else 1e-4
-    one = all_answers(FlaTrainLM(model, tokenizer, batch_size=1, max_length=100))
-    more = all_answers(FlaTrainLM(model, tokenizer, batch_size=batch_size, max_length=100))
-    for (a, a_greedy), (b, b_greedy) in zip(one[0], more[0], strict=True):
-        assert a == pytest.approx(b, abs=digits) and a_greedy == b_greedy
-    assert one[1] == pytest.approx(more[1], abs=digits)
-    assert one[2] == more[2]
-
-
 def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch) -> None:
     options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
     asked = requests("generate_until", [(p, options) for p in PROMPTS])
@@ -117,20 +103,6 @@ def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch
     short_of_memory(monkeypatch, model, "generate", most=0)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate_until(asked, disable_tqdm=True)
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 9}])
-def test_prompts_of_a_task_are_decoded_together_by_the_fast_loop(scholar, tokenizer, sampling, monkeypatch):
-    """A batch of prompts of unequal length, padded on the left."""
-    seen, generate_tokens = [], modeling.generate_tokens
-    monkeypatch.setattr(modeling, "generate_tokens", lambda *x: seen.append(x[1]) or generate_tokens(*x))
-    options = {"until": ["\n", "zz"], "max_gen_toks": 8, "do_sample": bool(sampling), **sampling}
-    asked = requests("generate_until", [(p, options) for p in PROMPTS])
-    lm = FlaTrainLM(scholar, tokenizer, batch_size=len(PROMPTS), max_length=100)
-    assert len(lm.generate_until(asked, disable_tqdm=True)) == len(PROMPTS)
-    assert [len(ids) for ids in seen] == [len(PROMPTS)]
-    padded = (seen[0] == tokenizer.pad_token_id).sum(1)
-    assert padded.max() > 0 and (seen[0][:, -1] != tokenizer.pad_token_id).all()
 
 
 def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, tmp_path) -> None:

@@ -19,15 +19,6 @@ def test_documents_of_equal_length_have_the_error_of_a_mean_and_the_quantile_of_
     assert wide.interval[1] - wide.value == pytest.approx(1.9623 * wide.stderr, rel=1e-4)
 
 
-def test_cutting_documents_into_more_sequences_changes_nothing() -> None:
-    """The error is that of the documents: counted as observations, their parts would halve it."""
-    draw = np.random.default_rng(0)
-    sums, targets = draw.normal(3, 0.4, 20) * 400, np.full(20, 400.0)
-    whole = Mean.of(sums, targets)
-    parts = np.repeat(sums / 4, 4) + draw.normal(0, 1, 80)
-    assert whole.stderr > 1.8 * statistics.stdev(parts / 100) / math.sqrt(80)
-
-
 def test_documents_of_unequal_length_by_leaving_each_out() -> None:
     sums, weights = np.array([3.0, 40.0, 5.0, 90.0, 7.0]), np.array([1.0, 10.0, 2.0, 30.0, 2.0])
     mean = Mean.of(sums, weights)

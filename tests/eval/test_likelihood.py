@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fla_train.eval.likelihood import MAX_ROWS, log_likelihoods
+from fla_train.eval.likelihood import log_likelihoods
 from tests.eval.conftest import short_of_memory
 
 Request = tuple[list[int], list[int]]
@@ -61,28 +61,6 @@ def test_200_requests_equal_a_direct_computation(kind, build_model, requests) ->
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-# fp32: 2e-5 nats were seen here, and bf16: 0.07, where bf16 itself is off by 0.6 from fp64.
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 1e-4), (torch.bfloat16, 0.25)])
-def test_the_batch_size_changes_no_more_than_rounding_does(build_model, requests, dtype, digits) -> None:
-    model = build_model(initializer_range=0.3).to(dtype).eval()
-    one, many = (
-        [value for value, _ in log_likelihoods(model, requests, max_length=60, batch_tokens=tokens)]
-        for tokens in (60, 32 * 60)
-    )
-    assert many == pytest.approx(one, rel=0, abs=digits)
-
-
-def test_greedy_continuations_are_found(build_model) -> None:
-    model = build_model(initializer_range=0.3).double().eval()
-    context, best = list(range(20, 40)), []
-    for _ in range(3):
-        with torch.no_grad():
-            best.append(model(torch.tensor([context + best])).logits[0, -1].argmax().item())
-    wrong = [best[0], (best[1] + 1) % 320, best[2]]
-    found = log_likelihoods(model, [(context, best), (context, wrong)], max_length=60, batch_tokens=100)
-    assert [greedy for _, greedy in found] == [True, False]
-
-
 def test_a_shared_context_is_read_once(build_model, monkeypatch) -> None:
     model = build_model().eval()
     read, forward = [], model.model.forward
@@ -102,25 +80,6 @@ def test_a_shared_context_is_read_once(build_model, monkeypatch) -> None:
     assert read == [(2, 32), (2, 11)]  # sorted by length, so hardly padded
 
 
-def test_contexts_and_continuations_are_hardly_padded(build_model, monkeypatch) -> None:
-    """Of 600 questions no two adjacent ones have answers of similar length; each is sorted on its own."""
-    model = build_model().eval()
-    draw, shapes, asked, forward = random.Random(3), [], [], model.model.forward
-    monkeypatch.setattr(
-        model.model, "forward", lambda ids, **k: shapes.append(ids.shape) or forward(ids, **k)
-    )
-    requests = []
-    for _ in range(600):
-        context = [draw.randrange(320) for _ in range(draw.randint(10, 60))]
-        answers = [[draw.randrange(320)] * draw.randint(2, 30) for _ in range(4)]
-        asked.append(len(context) + sum(len(answer) - 1 for answer in answers))
-        requests += [(context, answer) for answer in answers]
-    log_likelihoods(model, requests, max_length=90, batch_tokens=16_384)
-    padded = [shape.numel() for shape in shapes]
-    assert sum(asked) < sum(padded) < 1.2 * sum(asked)
-    assert max(padded) <= 16_384 and max(rows for rows, _ in shapes) <= MAX_ROWS
-
-
 def test_batches_are_halved_when_memory_is_short(build_model, requests, monkeypatch) -> None:
     """In each of the three passes, which stop at 4 sequences here; a single one too many is the end."""
     model = build_model().double().eval()
@@ -135,16 +94,8 @@ def test_batches_are_halved_when_memory_is_short(build_model, requests, monkeypa
         log_likelihoods(model, requests, max_length=60, batch_tokens=5000)
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (([], [1]), "request 1 has 0 tokens of context"),
-        (([1], []), "1 tokens of context and 0 of continuation"),
-        (([1], [1] * 61), "request 1 has 61 tokens, .* set suite.max_length=65 or more"),  # the longest
-    ],
-)
-def test_requests_that_cannot_work(request_: Request, message: str, build_model) -> None:
-    requests = [([1], [1]), request_, ([1], [1] * 65)]
-    with pytest.raises(ValueError, match=message):
+def test_a_request_that_is_too_long_names_the_length_it_needs(build_model) -> None:
+    requests = [([1], [1]), ([1], [1] * 61), ([1], [1] * 65)]
+    with pytest.raises(ValueError, match=r"request 1 has 61 tokens, .* set suite.max_length=65 or more"):
         log_likelihoods(build_model().eval(), requests, max_length=60, batch_tokens=100)
     assert log_likelihoods(build_model().eval(), [], max_length=60, batch_tokens=100) == []

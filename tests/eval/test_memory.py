@@ -1,7 +1,7 @@
 """Memory of a sweep: 4 bytes for a token, and nothing for text that was cut off."""
 
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,10 +57,3 @@ def test_a_longer_context_costs_its_tokens(size: int, read: Callable) -> None:
     sweep(1000)  # imports and the like
     short, long = peak(lambda: sweep(50_000)), peak(lambda: sweep(300_000))
     assert (long - short) / 250_000 < 5
-
-
-def test_what_is_cut_off_a_document_is_let_go() -> None:
-    def stream() -> Iterator[np.ndarray]:
-        yield from (np.arange(100_000) for _ in range(20))
-
-    assert peak(lambda: longest(stream(), 10, 100, scan=20, progress=False)) < 3 * 800_000

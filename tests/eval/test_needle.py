@@ -17,12 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fla_train.data.tokenizers import encode
 from fla_train.eval import needle
-from fla_train.eval.config import NEEDLE_PROMPTS, NEEDLE_TASKS, NeedleConfig, SuiteConfig
+from fla_train.eval.config import NEEDLE_PROMPTS, NEEDLE_TASKS, NeedleConfig
 from fla_train.eval.needle import NOISE, PROMPTS, Haystack, make_sample, needle_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult
 from fla_train.hub.load import document_prefix
-from fla_train.utils.keys import find_errors
 from tests.eval.conftest import measure, short_of_memory, train
 
 CONFIG = NeedleConfig(answer_tokens=60, depths=[0, 50, 100])
@@ -30,7 +29,8 @@ CONFIG = NeedleConfig(answer_tokens=60, depths=[0, 50, 100])
 
 @pytest.fixture(scope="module")
 def haystacks(tokenizer) -> dict[str, Haystack]:
-    return {task: Haystack.load(task, None, "text", tokenizer) for task in NEEDLE_TASKS}
+    noise, texts = Haystack.of([NOISE], "\n", tokenizer), needle.essays(None, "text", tokenizer)
+    return dict(zip(NEEDLE_TASKS, (noise, texts, texts), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["number", "uuid"])
@@ -82,14 +82,6 @@ def test_samples_fit_and_can_be_answered(task: str, prompt: str, haystacks, toke
     assert len(values) == 4
     with pytest.raises(ValueError, match=r"raise suite\.needle\.lengths"):
         make_sample(task, haystacks[task], tokenizer, prompt, 120, 0, CONFIG)
-
-
-def test_an_endless_text_and_ends_of_sentences() -> None:
-    ends = torch.tensor([False, True, True, False]).numpy()
-    haystack = Haystack(["One", "two.", 'Three?"', "four"], " ", ends, 1.0)
-    assert haystack.text(2, 5, "HERE.", 0) == 'HERE. Three?" four One two. Three?"'
-    assert haystack.text(2, 5, "HERE.", 55) == 'Three?" four One two. HERE. Three?"'
-    assert haystack.text(2, 5, "HERE.", 30) == 'Three?" HERE. four One two. Three?"'
 
 
 def test_answers_of_a_model_that_has_seen_them(
@@ -205,10 +197,3 @@ def test_two_ranks_find_what_one_finds(asked, build_model, tokenizer, tmp_path: 
     assert len(asked) == 10 and set(asked[:5]) == set(asked[5:])
     assert found[0, 1].scores == found[0, 2].scores == found[1, 2].scores
     assert list(found[0, 1].scores[0].by_document) == [1, 1, 0, 0, 0]
-
-
-def test_settings_that_cannot_work() -> None:
-    config = NeedleConfig(tasks=["niah_multi"], prompts=["x"], lengths=[0], samples=0, depths=[101])
-    text = "\n".join(find_errors(SuiteConfig("needle", needle=config), "suite."))
-    assert all(f"suite.needle.{key}" in text for key in ("tasks", "prompts", "lengths", "samples", "depths"))
-    assert not find_errors(SuiteConfig("needle", needle=NeedleConfig()), "suite.")

@@ -92,14 +92,12 @@ def test_equals_one_pass(name: str, chunk: int, documents) -> None:
     assert found.sums == pytest.approx(expected(model, documents), rel=1e-4, nan_ok=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [7, 63])
-@pytest.mark.parametrize("name", [*LOSES, "bamba"])
+@pytest.mark.parametrize(
+    ("name", "chunk", "dtype"),
+    [("mamba", 7, torch.bfloat16), ("falcon_mamba", 63, torch.float32), ("bamba", 63, torch.bfloat16)],
+)
 def test_a_model_that_loses_its_state_is_not_read_beyond_a_chunk(name, chunk, dtype, documents) -> None:
-    line = (
-        rf"\({name}\) loses its state between chunks: cannot be read beyond a chunk of {chunk} tokens; raise"
-    )
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(ValueError, match=rf"\({name}\) loses its state between chunks"):
         loss_table(built(name, dtype), documents, EDGES, prefix=[2], chunk=chunk)
 
 

@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
-from fla_train.cli.app import compose
-from fla_train.cli.eval import register
-from fla_train.eval.config import SuiteConfig
 from fla_train.eval.harness import FlaTrainLM
-from fla_train.utils.keys import find_errors
 from tests.eval.conftest import CHOICES
 from tests.eval.conftest import RECITE as TO_A_STOP
 
@@ -103,20 +98,3 @@ def test_options_of_lm_eval(tasks, scholar, tokenizer, run_tasks, tmp_path: Path
     monkeypatch.setattr(tokenizer, "chat_template", template)
     row = samples(apply_chat_template=True)[0]
     assert row["arguments"][0][0] == f"<user>{row['doc']['question']}<assistant>"
-
-
-def test_the_command_takes_them() -> None:
-    register()
-    overrides = ["suite=tasks", "suite.tasks=[piqa]", "suite.limit=0.1", "suite.seed=7"]
-    overrides += ["suite.gen_kwargs={max_gen_toks:4,temperature:0.5}", "suite.apply_chat_template=named"]
-    suite = OmegaConf.to_object(compose("eval", overrides)).suite
-    assert suite.gen_kwargs == {"max_gen_toks": 4, "temperature": 0.5} and suite.limit == 0.1
-    assert suite.apply_chat_template == "named" and suite.seed == 7 and not find_errors(suite, "suite.")
-    suite = OmegaConf.to_object(compose("eval", ["suite=tasks", "suite.limit=20"])).suite
-    assert suite.limit == 20 and isinstance(suite.limit, int) and suite.apply_chat_template is False
-    for limit in (0, -1, 2.5):
-        assert any(
-            "suite.limit" in line
-            for line in find_errors(SuiteConfig("t", tasks=["a"], limit=limit), "suite.")
-        )
-    assert "suite.gen_kwargs" in find_errors(SuiteConfig("t", tasks=["a"], gen_kwargs="many"), "suite.")[0]
