@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fla_train.utils.filesystem import write_whole
 from fla_train.utils.safe_files import read_json
 
 
@@ -157,7 +158,7 @@ class EvalResult(Measured):
 
     def save(self, file: Path) -> None:
         """Write the result, and `metrics` with it, as JSON."""
-        file.write_text(json.dumps(asdict(self) | {"metrics": self.metrics()}, indent=1) + "\n")
+        write_whole(file, json.dumps(asdict(self) | {"metrics": self.metrics()}, indent=1) + "\n")
 
     @classmethod
     def load(cls, file: Path) -> "EvalResult":
