@@ -71,13 +71,14 @@ class StopSignals:
     Without workers a signal raises `Preempted` or `KeyboardInterrupt` at once. A second Ctrl-C always does.
 
     Attributes:
-        requested: whether the request has been passed to the workers.
+        workers: the processes to which requests are passed.
+        requested: whether a request has been passed to the workers.
     """
 
     def __init__(self) -> None:
+        self.workers: Sequence[Popen] = ()
         self.requested = False
         self._interrupted, self._told = False, False
-        self._workers: Sequence[Popen] = ()
         self._sent = 0.0
 
     def __enter__(self) -> Self:
@@ -86,12 +87,6 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         restore(self._previous)
-
-    def pass_to(self, workers: Sequence[Popen]) -> None:
-        """Pass requests to these processes from now on."""
-        self._workers = workers
-        answer(self._handle)
-        signal.signal(signal.SIGINT, self._handle)
 
     def repeat(self) -> None:
         """Send the request again after a second, because a worker that was compiling may have missed it."""
@@ -103,18 +98,17 @@ class StopSignals:
             self._send()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and (self._interrupted or not self._workers):
+        if number == signal.SIGINT and (self._interrupted or not self.workers):
             raise KeyboardInterrupt
-        if not self._workers:
+        if not self.workers:
             _leave(number, frame)
-        if number == signal.SIGINT:
-            self._interrupted = True
+        self._interrupted |= number == signal.SIGINT
         self.requested = True
         self._send()
 
     def _send(self) -> None:
         self._sent = time.monotonic()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.send_signal(SIGNALS[0])
 
 
