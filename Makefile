@@ -1,7 +1,7 @@
 # Two commands for a new machine (Python 3.11+, a C compiler): `make demo` and `make test`.
 # Both create .venv and install into it first. `make docs` builds the documentation site into site/.
 # `make test-all` does so, too, and runs also the tests marked `long`, which `make test` leaves out. `make coverage`
-# is `make test` under coverage, whose tracer costs a fifth more time. `make check` and `make format` are for
+# is `make test` under coverage, which takes longer. `make check` and `make format` are for
 # developers.
 
 PYTHON ?= python3

@@ -24,16 +24,9 @@ if "FLA_TRAIN_CACHE" not in os.environ:  # the workers of pytest-xdist inherit i
     os.environ["FLA_TRAIN_CACHE"] = tempfile.mkdtemp(prefix="fla-train-tests-")
     atexit.register(shutil.rmtree, os.environ["FLA_TRAIN_CACHE"], ignore_errors=True)
 
-from tests.startup import sitecustomize
-
-# Processes that the tests start import it, too.
+# Commands that ran in this process keep their children from importing from the current folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    # and the root: commands that ran in this process keep their children from the current folder.
-    [
-        str(Path(sitecustomize.__file__).parent),
-        str(Path(__file__).parents[1]),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 import torch
@@ -43,28 +36,21 @@ if not torch.cuda.is_available():
 
 import pytest
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from triton.runtime import interpreter
 
 from tests.interpreter import speed_up
-from tests.untraced import untraced
 
 speed_up()
 # Hydra reads twenty files for a config, with this class.
 yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-interpreter.GridExecutor.__call__ = untraced(interpreter.GridExecutor.__call__)
-ConfigLoaderImpl.load_configuration = untraced(ConfigLoaderImpl.load_configuration)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-if not (Path(__file__).parent.parent / "docs" / "reports").is_dir():  # in an sdist
-    collect_ignore = ["test_docs.py", "training/test_plan.py"]
-
-SHARING = "tests/training/"  # its tests share ranks, whose imports cost more than most of them
+# These tests share ranks, whose imports take longer than most of the tests.
+SHARING = "tests/training/"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but the tests that share ranks are done by one worker."""
+    """Schedule as `--dist loadfile` does, but run the tests that share ranks in one worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -75,14 +61,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What takes long comes first: `make test` would end with one worker on the last of it, the other idle.
+    # Slow tests come first, so that no worker is idle while another one runs the last of them.
     slow = {item.path for item in items if any(map(item.get_closest_marker, ("slow", "long")))}
     items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path not in slow))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:
-        if item.get_closest_marker("gpu"):  # keywords would include the name of the checkout's folder
+        # `item.keywords` would include the name of the checkout's folder.
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -95,14 +82,18 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(seed)
     yield
     if on_gpu:
-        torch.cuda.empty_cache()  # the tests of other processes need it
+        # Tests in other processes need the memory.
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
 def run_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> Callable[..., tuple[int, str, str]]:
-    """`run_command("fla-train", word, ...)` in this process: the exit status, stdout and stderr."""
+    """Return a function that runs a command in this process and returns its exit status, stdout and stderr.
+
+    Call it as `run_command("fla-train", word, ...)`.
+    """
     monkeypatch.delenv("FLA_TRAIN_TRACEBACK", raising=False)
 
     def run(name: str, *words: str) -> tuple[int, str, str]:
@@ -119,14 +110,14 @@ def run_command(
 
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that the test starts run without coverage, which slows them; it sees that code elsewhere."""
+    """Run processes that the test starts without coverage, which slows them and sees their code elsewhere."""
     for name in ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """torch.compile remembers nothing of other tests, nor these of it."""
+    """Reset torch.compile before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -134,7 +125,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder for the user's launch table, and nothing remembered of another one."""
+    """Return an empty folder for the user's launch table, with empty caches."""
     from fla_train.kernels.delta_product.select import clear_caches
 
     monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path))
@@ -145,7 +136,7 @@ def launch_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 @pytest.fixture
 def unheard() -> Iterator[None]:
-    """A signal for which nobody waits any more does not end the tests."""
+    """Ignore signals that arrive after the process that waited for them has ended."""
     from fla_train.training.preemption import SIGNALS
 
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}

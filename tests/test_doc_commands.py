@@ -1,4 +1,4 @@
-"""Every command in README and docs is one that its program accepts as it is written, in bash and in zsh."""
+"""Every command in README and docs is accepted by its program as it is written, in bash and in zsh."""
 
 import ast
 import builtins
@@ -34,9 +34,12 @@ from fla_train.utils.keys import find_errors
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "tutorial.ipynb"]
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
-ANSWERED = {"--help", "--version", "--cfg"}  # by printing, at once
-PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]+\b|[<|]")  # what a reader replaces
-GLOB = re.compile(r"[][*?{}()<>|^#]")  # zsh expands or refuses these; typed, it takes no comments
+# Commands with one of these print and end.
+ANSWERED = {"--help", "--version", "--cfg"}
+# A reader replaces these.
+PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]+\b|[<|]")
+# zsh expands or refuses these, and takes no comments in typed commands.
+GLOB = re.compile(r"[][*?{}()<>|^#]")
 
 
 def text_of(page: Path) -> str:
@@ -47,7 +50,7 @@ def text_of(page: Path) -> str:
 
 
 def lines() -> Iterator[tuple[str, str]]:
-    """(page, command) of each line in ```sh and ```bash fences, continued lines as one, and of prose."""
+    """Yield (page, command) for each line in ```sh and ```bash fences and for commands in prose."""
     for page in PAGES:
         text = text_of(page)
         for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.S | re.M):
@@ -61,19 +64,21 @@ def lines() -> Iterator[tuple[str, str]]:
 
 
 COMMANDS = sorted(set(lines()))
-# What scripts/train.slurm and scripts/train_hosts.sh put behind the overrides on the page.
+# scripts/train.slurm and scripts/train_hosts.sh append these overrides.
 SCRIPTS_ADD = ("launch.num_machines=2", "launch.main_process_ip=10.0.0.1", "launch.main_process_port=29500")
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda text: text[:60])
-def test_a_shell_takes_it_as_it_is(page: str, command: str):
-    bare = re.sub(r" > [\w./]+$", "", QUOTED.sub("", command))
-    assert not GLOB.search(bare), f"{page}: quote {command}"
+def test_shells_read_commands_as_they_are():
+    for page, command in COMMANDS:
+        bare = re.sub(r" > [\w./]+$", "", QUOTED.sub("", command))
+        assert not GLOB.search(bare), f"{page}: quote {command}"
+        for script in re.findall(r"\b(?:scripts|tests)/[\w./-]+", command):
+            assert (ROOT / script).exists(), f"{page}: {script}"
 
 
 @pytest.fixture(scope="module")
 def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The docs' runs/first and first-in-fla, which `init_from` and the like find there, and docs/examples."""
+    """Return a folder with runs/first, first-in-fla and docs/examples, which the commands read."""
     folder = tmp_path_factory.mktemp("docs")
     size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
@@ -86,13 +91,13 @@ def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_a_folder_with_a_run(folder_with_a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory; the commands are only looked at, and write nothing there."""
+    """Make it the working directory. The commands are only checked, and write nothing."""
     monkeypatch.chdir(folder_with_a_run)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def jobs(overrides: list[str]) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep; without `-m` there is one."""
+    """Yield the overrides of each job of a sweep; without `-m` there is one."""
     if "-m" not in overrides:
         yield overrides
         return
@@ -107,7 +112,7 @@ def jobs(overrides: list[str]) -> Iterator[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Raise what the program would say of these words before it starts its work."""
+    """Raise the error that the program would print before it starts its work."""
     match words:
         case ["fla-train", *overrides]:
             register()
@@ -175,7 +180,7 @@ def test_it_is_accepted_as_written(
     page: str, command: str, run_command: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     words = shlex.split(command)
-    if "trainer.precision=fp8" in words:  # refused by cards that have no float8
+    if "trainer.precision=fp8" in words:  # It needs a GPU with float8.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -185,12 +190,6 @@ def test_it_is_accepted_as_written(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(words)
-
-
-def test_scripts_that_the_pages_name_are_there():
-    for page, command in COMMANDS:
-        for script in re.findall(r"\b(?:scripts|tests)/[\w./-]+", command):
-            assert (ROOT / script).exists(), f"{page}: {script}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LINKED = ("configs", "eval", "kernels")  # folders beside fla_train/, which links to them
+LINKED = ("configs", "eval", "kernels")  # fla_train/ has links to these folders
 
 # A package may import itself and the packages named here, directly; nothing else of fla_train.
 ARROWS = {
@@ -36,18 +36,9 @@ MODEL_IMPORTS = {"torch", "transformers", "fla_train"}
 
 
 def tracked() -> list[Path]:
-    """Return the files of the project: those of the git checkout, or all of an sdist."""
-    if not (ROOT / ".git").exists():
-        found = (path.relative_to(ROOT) for path in sorted(ROOT.rglob("*")) if path.is_file())
-        made = {"__pycache__", "build", "dist", "fla_train.egg-info", "PKG-INFO", "setup.cfg"}
-        return [path for path in found if not made & {*path.parts} and path.parts[0][0] != "."]
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """Return the files of the git checkout, with new ones."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
 
@@ -77,37 +68,32 @@ def imported(path: Path, *, for_types: bool = True) -> set[str]:
 
 
 def test_no_two_test_files_share_a_name() -> None:
-    """pytest imports test files by their bare names: of two that share one it collects only the first."""
-    names = [path.name for path in tracked() if path.parts[0] == "tests" and path.name.startswith("test_")]
-    shared = sorted({name for name in names if names.count(name) > 1})
-    assert not shared, f"several test files are named {', '.join(shared)}"
+    """pytest imports test files by their bare names, so it collects only the first of two with one name."""
+    names = [path.name for path in tracked() if path.match("tests/**/test_*.py")]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("package", sorted(ARROWS))
 def test_dependencies_point_one_way(package: str) -> None:
     allowed = ARROWS[package] | {package}
     for path in python_files(package):
-        used = {
-            name.split(".")[1] for name in imported(path) if name.startswith("fla_train.") and name.count(".")
-        }
-        used -= {"__version__"}
-        assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
+        used = {name.split(".")[1] for name in imported(path) if name.startswith("fla_train.")}
+        extra = used - allowed - {"__version__"}
+        assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
 
 
 def test_modules_import_each_other_without_circles() -> None:
-    """Imports inside functions count too; those for type checkers only do not."""
+    """Imports inside functions count, too, but not those for type checkers."""
     modules: dict[str, Path] = {}
     for path in [path for folder in (".", *LINKED) for path in python_files(folder)]:
         modules[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     imports = {}
     for name, path in modules.items():
-        found = {
-            other if other in modules else other.rpartition(".")[0]
-            for other in imported(path, for_types=False)
-        }
-        imports[name] = found & modules.keys() - {name}
-    while leaves := {name for name, found in imports.items() if not found & imports.keys()}:
-        imports = {name: found for name, found in imports.items() if name not in leaves}
+        names = imported(path, for_types=False)
+        targets = {target if target in modules else target.rpartition(".")[0] for target in names}
+        imports[name] = targets & modules.keys() - {name}
+    while leaves := {name for name, targets in imports.items() if not targets & imports.keys()}:
+        imports = {name: targets for name, targets in imports.items() if name not in leaves}
     assert not imports, f"a circle goes through some of {', '.join(sorted(imports))}"
 
 
@@ -119,7 +105,7 @@ def test_outside_imports_of_the_lower_layers(package: str, allowed: set[str]) ->
 
 
 def test_kernels_can_be_imported_without_triton() -> None:
-    """The Python files of an export run where it is missing; Hopper's kernels are not among them."""
+    """The Python files of an export, which do not include Hopper's kernels, run without it."""
     for path in python_files("kernels"):
         direct = {name for name in imported(path) if name.split(".")[0] == "triton"}
         if path.name != "optional_triton.py" and "hopper" not in path.parts:
@@ -127,7 +113,7 @@ def test_kernels_can_be_imported_without_triton() -> None:
 
 
 def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a copy, so that no build folder lands in the checkout
+    source = tmp_path / "source"  # Building in the checkout would leave a build folder there.
     for path in tracked():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, source / path, follow_symlinks=False)
@@ -136,11 +122,8 @@ def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"fla_train"}
-    configs = ROOT / "fla_train/configs"
-    yaml = {str(p.relative_to(configs)) for p in configs.rglob("*.yaml")}
-    assert yaml == {
-        n.removeprefix("fla_train/configs/") for n in names if n.endswith(".yaml") and "/configs/" in n
-    }
+    yaml = {f"fla_train/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert yaml == {name for name in names if name.endswith(".yaml") and "/configs/" in name}
     for command, script in PYPROJECT["project"]["scripts"].items():
-        assert command.startswith("fla-"), f"{command} may be another package's, and would replace it"
+        assert command.startswith("fla-"), f"{command} may be the name of another package's command"
         assert script.split(":")[0].replace(".", "/") + ".py" in names, f"no module behind {script}"

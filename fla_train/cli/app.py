@@ -9,21 +9,15 @@ import textwrap
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -57,37 +51,6 @@ usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
 docs/configuration.md explains every key, docs/cli.md the exit status.
 """
 DEFAULTS = {name: ("experiment", "scale", "debug") for name in ("train", "prepare")}  # groups without a key
-
-
-class LeftOut(Exception):
-    """Raised by a job of a sweep that another process runs."""
-
-
-@dataclass(frozen=True)
-class SweepJob:
-    """One job of a sweep (`-m`).
-
-    Attributes:
-        number: from 0, in Hydra's order.
-        count: number of jobs of the sweep.
-        swept: the overrides that differ between jobs, with this job's values.
-    """
-
-    number: int
-    count: int
-    swept: tuple[str, ...]
-
-
-def sweep_job() -> SweepJob | None:
-    """Return the job that a command runs now; None outside sweeps."""
-    config = HydraConfig.get()
-    if config.mode != RunMode.MULTIRUN:
-        return None
-    overrides = OverridesParser.create().parse_overrides(flag_parser().parse_intermixed_args().overrides)
-    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
-    swept = tuple(text.lstrip("+") for text in compress(jobs[config.job.num], differ))
-    return SweepJob(config.job.num, len(jobs), swept)
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
@@ -230,8 +193,7 @@ def run_hydra(
 
     A `ValueError` is a user error and prints one line, as does an `OSError`, for example of a full disk. With
     `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend(overrides, sweep=..., config_dir=...)` may add
-    overrides. In a sweep (`-m`) the other jobs still run, and the exit status is the highest; 2 if all are
-    `LeftOut`.
+    overrides. In a sweep (`-m`) the other jobs still run, and the exit status is the highest.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # our Python processes never import from the current folder
     flags = flag_parser().parse_intermixed_args()
@@ -263,7 +225,6 @@ def run_hydra(
     sys.argv[1:] = [*words, *overrides]  # Hydra rejects overrides on both sides of flags
 
     codes: list[int] = []
-    left_out: list[LeftOut] = []
     begun = False
 
     def guarded(config: DictConfig) -> None:
@@ -275,11 +236,6 @@ def run_hydra(
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
             codes.append(fail_by(error))
-        except LeftOut as error:
-            left_out.append(error)
-        except KeyboardInterrupt:
-            fail("interrupted")
-            sys.exit(INTERRUPTED)  # ends a sweep too
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
@@ -291,7 +247,5 @@ def run_hydra(
         if isinstance(failure, OSError) and not isinstance(failure, HydraException):
             sys.exit(fail_by(failure))  # the record of a sweep is not writable
         sys.exit(fail(one_line(failure)))  # flags, or jobs of a sweep that do not fit as a whole
-    if left_out and not codes:
-        sys.exit(fail(left_out[-1]))
     if code := max(codes, default=0):
         sys.exit(code)

@@ -5,7 +5,7 @@ Suggestions come from Hydra's config repository (options) and from the composed 
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
@@ -223,17 +223,15 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
     return f"unknown key {key}{_did_you_mean(_closest(key, known - {key})) or ': --help lists them'}"
 
 
-def _closest(name: str, known: Sequence[str] | set[str]) -> list[str]:
-    """Return at most six names that are like `name` as a whole or in their last part, the same part first."""
-    last = re.split(r"[./]", name)[-1]
-    same = sorted(other for other in known if last in (re.split(r"[./]", other)[-1], other.split("/")[0]))
-    by_end: dict[str, list[str]] = {}
+def _closest(name: str, known: Iterable[str]) -> list[str]:
+    """Return at most six names that are like `name` as a whole or have a part like its last part."""
+    by_part: dict[str, list[str]] = {}
     for other in sorted(known):
-        for end in {*re.split(r"[./]", other)}:
-            by_end.setdefault(end, []).append(other)
+        for part in {*re.split(r"[./]", other)}:
+            by_part.setdefault(part, []).append(other)
+    parts = get_close_matches(re.split(r"[./]", name)[-1], by_part, n=2, cutoff=0.75)
     whole = get_close_matches(name, known, n=3, cutoff=0.75)
-    ends = [other for end in get_close_matches(last, by_end, n=2, cutoff=0.75) for other in by_end[end]]
-    return list(dict.fromkeys([*same, *whole, *ends]))[:6]
+    return list(dict.fromkeys([*whole, *(other for part in parts for other in by_part[part])]))[:6]
 
 
 def _did_you_mean(names: Sequence[str]) -> str:

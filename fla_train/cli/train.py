@@ -6,14 +6,19 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from fla_train.cli.app import INTERRUPTED, LeftOut, SweepJob, fail, leave, run_hydra, sweep_job
+from fla_train.cli.app import INTERRUPTED, fail, flag_parser, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.utils.import_ahead import importing_workers
 from fla_train.utils.processes import end_without_collecting
@@ -27,6 +32,33 @@ LONGEST_NAME = 80  # characters of a job's overrides in the name of its folder
 LONGEST_TAG = 64  # characters, W&B's limit
 
 
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep (`-m`).
+
+    Attributes:
+        number: from 0, in Hydra's order.
+        count: number of jobs of the sweep.
+        swept: the overrides that differ between jobs, with this job's values.
+    """
+
+    number: int
+    count: int
+    swept: tuple[str, ...]
+
+
+def sweep_job() -> SweepJob | None:
+    """Return the job that a command runs now; None outside sweeps."""
+    config = HydraConfig.get()
+    if config.mode != RunMode.MULTIRUN:
+        return None
+    overrides = OverridesParser.create().parse_overrides(flag_parser().parse_intermixed_args().overrides)
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
+    swept = tuple(text.lstrip("+") for text in compress(jobs[config.job.num], differ))
+    return SweepJob(config.job.num, len(jobs), swept)
+
+
 def train(node: DictConfig) -> int:
     """Train one composed config. In a sweep (`-m`) each job has a separate run folder."""
     from fla_train import api
@@ -37,6 +69,10 @@ def train(node: DictConfig) -> int:
 
     config, job = to_config(node, HydraConfig.get().overrides.task), sweep_job()
     if job is not None:
+        if config.run.job is not None and not 0 <= config.run.job < job.count:
+            sys.exit(fail(f"this sweep has no job {config.run.job}: its jobs are 0 to {job.count - 1}"))
+        if config.run.job not in (None, job.number):
+            return 0
         place_job(config, job)
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
@@ -62,13 +98,10 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
     The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` if nothing is swept.
 
     Raises:
-        LeftOut: `run.job` selects another job.
         ValueError: `run.job` without `run.dir`.
     """
     if config.run.job is not None and config.run.dir is None:
         raise ValueError("give run.dir: a job that is queued again resumes from there")
-    if config.run.job not in (None, job.number):
-        raise LeftOut(f"this sweep has no job {config.run.job}: its jobs are 0 to {job.count - 1}")
     print(f"job {job.number + 1}/{job.count}: {', '.join(job.swept) or 'nothing is swept'}", flush=True)
     if not config.run.dir:
         return

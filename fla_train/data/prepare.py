@@ -8,6 +8,7 @@ unchanged. File locks keep concurrent preparations apart.
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import islice
@@ -16,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fla_train.data import cache, shards
@@ -28,7 +30,6 @@ from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_
 from fla_train.utils.filesystem import move_folder, save_tokenizer, write_whole
 from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import locked
-from fla_train.utils.progress import Progress
 
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _COUNTS = ("documents", "tokens", "text_bytes")  # of a split
@@ -44,7 +45,7 @@ def prepare(
 
     Args:
         log: receives one line at each stage.
-        progress: show progress, tokens/s and the time left: a bar on a terminal, else a line a minute.
+        progress: show a progress bar on stderr, which is updated once a minute if stderr is not a terminal.
         commits: the Hub's commit to read, by part of a mixture; "" without one. A dataset that is not listed
             is read at the commit that was prepared before, or that `data.revision` points to now.
 
@@ -191,7 +192,7 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
             "vocab_size": len(tokenizer),
             **{key: getattr(tokenizer, key) for key in special},
         },
-        **_tokenize(source, config, building, tokenizer, log, show),
+        **_tokenize(source, config, building, tokenizer, show),
     }
     if not manifest["splits"]["train"]["tokens"]:
         shutil.rmtree(building)
@@ -215,19 +216,22 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
 
 
 def _tokenize(
-    source: Source,
-    config: DataConfig,
-    building: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    log: Log,
-    show: bool,
+    source: Source, config: DataConfig, building: Path, tokenizer: PreTrainedTokenizerBase, show: bool
 ) -> dict[str, Any]:
     """Tokenize the source. Return the manifest's entries about the shards."""
     ids = ids_needed(tokenizer)
     dtype = "uint16" if ids <= 1 << 16 else "uint32"
     encoder = make_encoder(tokenizer, building / "tokenizer", config, dtype)
     unit = "tok" if config.max_tokens else "doc" if config.max_documents else "B"
-    bar = Progress(config.max_tokens or config.max_documents or source.size, unit, log, show)
+    bar = tqdm(
+        total=config.max_tokens or config.max_documents or source.size,
+        unit=unit,
+        unit_scale=True,
+        desc="tokenizing",
+        disable=not show,
+        # A log file gets a line a minute.
+        mininterval=0.1 if sys.stderr.isatty() else 60.0,
+    )
     records: list[shards.Record] = []
     done = 0
     counts = {split: np.zeros(ids, np.int64) for split in SPLITS}
@@ -243,7 +247,10 @@ def _tokenize(
                 sums[split] = {key: sums[split][key] + record[split][key] for key in _COUNTS}
             done += {"tok": record["train"]["tokens"], "doc": record["documents"], "B": record["size"]}[unit]
             tokens = sum(sums[split]["tokens"] for split in SPLITS)
-            bar.update(done, tokens, resumed=record.get("resumed", False))
+            if record.get("resumed"):
+                bar.initial = done  # which does not count for the speed
+            bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
+            bar.update(done - bar.n)
     return {
         "dtype": dtype,
         "splits": {s: sums[s] | {"unigram_entropy": shards.unigram_entropy(counts[s])} for s in SPLITS},

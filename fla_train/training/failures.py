@@ -5,6 +5,7 @@ This module does not import torch, not even indirectly, so that it can describe 
 
 import re
 import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fla_train.utils.errors import Interrupted
@@ -17,8 +18,8 @@ OUT_OF_GPU_MEMORY = "out of GPU memory"
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
-OF_A_GPU = re.compile(r"OutOfMemoryError|cuda|cublas|nccl", re.I)
-ALLOCATION = re.compile(r"\ballocate ([\d.]+) (\w+)")
+GPU = re.compile(r"OutOfMemoryError|cuda|cublas|nccl", re.I)
+ALLOCATION = re.compile(r"\ballocate ([\d.]+ [KMGT]iB)")
 
 
 class TrainingStopped(RuntimeError):
@@ -67,46 +68,41 @@ def _out_of_memory(failure: BaseException) -> str | None:
 
 
 def _of_memory(text: str, config: "TrainConfig | None") -> str:
-    on_gpu = OF_A_GPU.search(text) is not None
-    wanted = ALLOCATION.search(text)
+    on_gpu = GPU.search(text) is not None
     line = OUT_OF_GPU_MEMORY if on_gpu else "out of host memory"
-    if wanted is not None:
-        number, unit = wanted.groups()
-        size = f"{float(number) / 2**30:,.1f} GiB" if unit == "bytes" else f"{number} {unit}"
-        line += f" (tried to allocate {size})"
+    if size := ALLOCATION.search(text):
+        line += f" (tried to allocate {size[1]})"
     if config is None:
-        return f"{line}: lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
+        return line
     if not on_gpu and config.launch.device == "cuda":
-        return (
-            f"{line}: give the job more of it; checkpoints are staged there, 12 bytes per parameter over all "
-            "ranks"
+        advice = (
+            "give the job more of it; checkpoints are staged there, 12 bytes per parameter over all ranks"
         )
+        return f"{line}: {advice}"
     return f"{line}: set {', or '.join(_savings(config))}"
 
 
-def _savings(config: "TrainConfig") -> list[str]:
-    """List the settings that lower peak memory, the least costly first.
+def _savings(config: "TrainConfig") -> Iterator[str]:
+    """Yield the settings that lower peak memory, the least costly first.
 
     Only a shorter sequence changes the batch.
     """
     trainer, size = config.trainer, config.trainer.micro_batch_size
-    # A smaller micro-batch needs accumulation, which a CUDA graph excludes.
-    graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
-    found = ["trainer.cuda_graph=false (now true)"] if trainer.cuda_graph else []
+    if trainer.cuda_graph:
+        yield "trainer.cuda_graph=false (now true)"
     if size > 1:
-        half = next(part for part in range(size // 2, 0, -1) if size % part == 0)  # it also divides the batch
-        found.append(f"{graph}trainer.micro_batch_size={half} (now {size})")
+        half = next(divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
+        # A smaller micro-batch needs accumulation, which a CUDA graph excludes.
+        graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
+        yield f"{graph}trainer.micro_batch_size={half} (now {size})"
     now = trainer.activation_checkpointing
     if not now and config.launch.context_parallel == 1:
-        found.append("trainer.activation_checkpointing=selective (now false)")
+        yield "trainer.activation_checkpointing=selective (now false)"
     if now is not True:
-        found.append(f"trainer.activation_checkpointing=true (now {str(now).lower()})")
+        yield f"trainer.activation_checkpointing=true (now {str(now).lower()})"
     if config.model.get("recompute_operator") is False:
-        found.append("model.recompute_operator=true (now false)")
+        yield "model.recompute_operator=true (now false)"
     if size == 1:
-        found.append(f"a shorter trainer.seq_len (now {trainer.seq_len})")
+        yield f"a shorter trainer.seq_len (now {trainer.seq_len})"
         processes = config.launch.num_processes
-        found.append(
-            f"a larger launch.num_processes (now {processes}): ZeRO-2 shards the optimizer over the GPUs"
-        )
-    return found
+        yield f"a larger launch.num_processes (now {processes}): ZeRO-2 shards the optimizer over the GPUs"

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -47,16 +46,12 @@ def join(*, on_gpu: bool) -> torch.device:
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    towards = LOOPBACK if alone else os.environ["MASTER_ADDR"]
-    if interface := interface_towards(towards):
+    if interface := interface_towards(LOOPBACK if alone else os.environ["MASTER_ADDR"]):
         # A cluster's setting of the interface counts only for a run on several machines.
         for name in (GLOO_INTERFACE, NCCL_INTERFACE):
             os.environ[name] = interface if alone else os.environ.get(name) or interface
-    store = _store(world)
-    place = (
-        {"init_method": "env://"} if store is None else {"store": store, "rank": rank, "world_size": world}
-    )
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, **place)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, store=_store(world), rank=rank, world_size=world)
     return device
 
 
@@ -103,12 +98,8 @@ def check_address(host: str) -> None:
     Raises:
         ValueError: the name resolves to a loopback address, or not at all.
     """
-    if not is_loopback(host) or GLOO_INTERFACE in os.environ:
-        return
-    with suppress(ValueError):  # not a numeric address
-        ip_address(host)
-        return
-    if host != "localhost":
+    numeric = not host.strip("0123456789.") or ":" in host
+    if host != "localhost" and not numeric and GLOO_INTERFACE not in os.environ and is_loopback(host):
         raise ValueError(
             f"launch.main_process_ip={host} resolves to a loopback address on {socket.gethostname()}: "
             f"give the main machine's address as all machines see it, or set {GLOO_INTERFACE}"
@@ -121,8 +112,8 @@ def is_loopback(host: str) -> bool:
     Raises:
         ValueError: `host` does not resolve.
     """
-    own = _own_address(host)
-    return own is not None and ip_address(own).is_loopback
+    address = _own_address(host)
+    return address is not None and ip_address(address).is_loopback
 
 
 def interface_towards(host: str) -> str | None:
@@ -135,8 +126,8 @@ def interface_towards(host: str) -> str | None:
         ValueError: `host` does not resolve.
     """
     own = _own_address(host)
-    owners = (name for name, held in psutil.net_if_addrs().items() if any(a.address == own for a in held))
-    return next(owners, None)
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if own in {a.address for a in addresses}), None)
 
 
 def is_own_address(host: str) -> bool:
@@ -145,8 +136,7 @@ def is_own_address(host: str) -> bool:
     Raises:
         ValueError: `host` does not resolve.
     """
-    own = _own_address(host)
-    return own is not None and own in {found[4][0] for found in socket.getaddrinfo(host, ANY_PORT)}
+    return _own_address(host) in {address[0] for *_, address in socket.getaddrinfo(host, ANY_PORT)}
 
 
 def _own_address(host: str) -> str | None:

@@ -17,6 +17,10 @@ PEERS = ("flash-linear-attention", "flash-qla", "tilelang", "attn-gym", "liger-k
 
 def describe_environment(device: str) -> dict:
     """Return the description as plain JSON. `device` runs the work (`cpu`, `cuda`, `cuda:1`, ...)."""
+    import torch  # takes seconds, and `--version` does not need it
+
+    peers = {name: version for name in PEERS if (version := package_version(name)) is not None}
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -24,10 +28,10 @@ def describe_environment(device: str) -> dict:
         "fla_train": fla_train.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: package_version(name) for name in PACKAGES} | _peers(),
+        "packages": {name: package_version(name) for name in PACKAGES} | peers,
         "device": device,
-        "hardware": _hardware(device),
-        "devices": _gpus(),
+        "hardware": torch.cuda.get_device_name(device) if gpus and "cuda" in device else _processor(),
+        "devices": gpus,
         "cpu_count": os.cpu_count(),
     }
 
@@ -53,26 +57,10 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def _peers() -> dict[str, str]:
-    return {name: found for name in PEERS if (found := package_version(name)) is not None}
-
-
-def _hardware(device: str) -> str:
-    """Return the model of the GPU, or of the processor as far as the system names it."""
-    import torch  # takes seconds, and `--version` does not need it
-
-    if device.startswith("cuda") and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
-    # This is for Linux, where `platform` returns the instruction set there instead of the processor.
+def _processor() -> str:
+    """Return the model of the processor as far as the system names it."""
+    # Linux names it in this file, and `platform` returns only the instruction set there.
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()

@@ -1,7 +1,4 @@
-"""`fla-runs train`: where runs start, what a second call leaves alone, and that they stop in time.
-
-A trainer of a few lines takes the place of `fla-train`.
-"""
+"""`fla-runs train` shares the GPUs, skips finished runs and stops in time. A script replaces `fla-train`."""
 
 import os
 import subprocess
@@ -11,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fla_train.cli.train_list import read_list, train_list
+from fla_train.cli.train_list import train_list
 from fla_train.utils import processes
 
 TRAINER = """
@@ -73,10 +70,3 @@ def test_the_same_command_continues_runs_that_were_stopped(train, tmp_path: Path
     assert train("--only", "slow", "--gpus", "4") == 0
     assert gpus(tmp_path, "slow") == ["cpu", "4"]
     assert (tmp_path / "runs" / "slow" / "metrics.jsonl").is_file()
-
-
-@pytest.mark.parametrize("text", ["[]", "runs: {a: seed=1}", "runs: [a]", "shared: [1]\nruns: {a: []}"])
-def test_a_file_that_is_not_a_list_of_runs(tmp_path: Path, text: str) -> None:
-    (tmp_path / "list.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"list\.yaml"):
-        read_list(tmp_path / "list.yaml")

@@ -1,4 +1,4 @@
-"""Signals and restarts: nothing is lost and nothing is done twice."""
+"""Signals and restarts lose no step and train none twice."""
 
 import contextlib
 import os
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("unheard")
 
 
 def without_saves(run: Path) -> list[dict]:
-    """The records but those of checkpoints, of which a preempted run has one more."""
+    """Return the records without those of checkpoints, of which a preempted run has one more."""
     return [record for record in losses(run) if len(record) > 2]
 
 
 @pytest.fixture
 def blocked() -> Iterator[None]:
-    """As in a process whose parent had blocked the signals, which is inherited."""
+    """Block the signals, as a process inherits it from its parent."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, previous)
@@ -46,7 +46,7 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
     def ask() -> None:
         wait_for(lambda: steps_logged(run) >= 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGUSR1)  # more than one changes nothing
+        os.kill(os.getpid(), signal.SIGUSR1)  # A second request changes nothing.
 
     asker = threading.Thread(target=ask)
     asker.start()
@@ -76,15 +76,15 @@ def kernel(x):
 
 request = StopRequest()
 triton.compile(ASTSource(kernel, {"x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
-assert not request.made()  # as after each step
+assert not request.made()  # The trainer asks after each step.
 os.kill(os.getpid(), signal.SIGUSR1)
 assert request.made()
 """
 
 
-def test_a_compiler_does_not_keep_requests_from_us(tmp_path: Path):
-    """Triton's LLVM takes SIGUSR1 for itself when it compiles, for which no GPU is needed."""
-    (tmp_path / "compile.py").write_text(COMPILE)  # a kernel's source must lie in a file
+def test_requests_arrive_after_a_compilation(tmp_path: Path):
+    """Triton's LLVM replaces the handler of SIGUSR1 when it compiles, which needs no GPU."""
+    (tmp_path / "compile.py").write_text(COMPILE)  # Triton reads a kernel's source from its file.
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, check=True, timeout=120)
 
@@ -106,7 +106,7 @@ try:
         with StopSignals():
             ask()
 except Preempted:
-    ask()  # before the command can say anything
+    ask()  # The command has printed nothing yet.
     sys.exit(75)
 """
 
@@ -117,23 +117,6 @@ def test_requests_that_follow_one_another_do_not_change_the_status(during: str):
     assert done.returncode == 75
 
 
-@pytest.mark.gpu
-def test_a_signal_saves_a_checkpoint_on_a_gpu(make_config: Make, tmp_path: Path):
-    run = tmp_path / "run"
-    config = make_config(f"run.dir={run}", "launch.device=cuda", "trainer.max_steps=2000")
-
-    def ask() -> None:
-        wait_for(lambda: steps_logged(run) >= 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    with pytest.raises(Preempted):
-        launch(config)
-    asker.join()
-    assert len(list((run / "checkpoints").iterdir())) > 0
-
-
 def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
     make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -141,10 +124,10 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
         try:
             os.kill(os.getpid(), signal.SIGUSR1)
         except Exception:
-            pytest.fail("taken for a fault of the data")
+            pytest.fail("the request was treated as an error of the data")
 
     monkeypatch.setattr("fla_train.training.resolve.prepare", slow)
-    with pytest.raises(Preempted), leaving_at_once():  # as the command does
+    with pytest.raises(Preempted), leaving_at_once():
         launch(make_config(*TWO_RANKS, f"run.dir={tmp_path / 'run'}"))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
@@ -163,7 +146,7 @@ def test_workers_that_die_or_hang_are_started_again(
         wait_for(lambda: victim.pid not in [w.pid for w in workers(os.getpid())], poll=0.1)
         wait_for(lambda: len(workers(os.getpid())) == 2, poll=0.1)
         wait_for(lambda: steps_logged(run) * 2 >= 8)
-        afterwards.enter_context(warm_ranks.as_workers())  # processes have been started again by now
+        afterwards.enter_context(warm_ranks.as_workers())  # Processes have been started again by now.
         workers(os.getpid())[1].suspend()
 
     disturber = threading.Thread(target=disturb)

@@ -1,4 +1,4 @@
-"""How ranks meet: their store, their network interface, and what listens on this machine."""
+"""Ranks of one machine meet without a port, and addresses that other machines cannot reach are rejected."""
 
 import os
 import socket
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fla_train.training.process_group import check_address, interface_towards
-from tests.ranks import free_port
 
 MEET = """
 import os, psutil, torch, torch.distributed as dist
@@ -23,54 +22,36 @@ print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"), *listening)
 """
 
 
-def meet(world: int, **environment: str) -> list[list[str]]:
-    """What ranks of one machine print: the sum of 1 to `world`, gloo's interface, addresses that listen."""
-    kept = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
-    ranks = []
-    for rank in range(world):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        full = kept | {"LOCAL_WORLD_SIZE": str(world)} | environment | own
-        command = [sys.executable, "-c", MEET]
-        ranks.append(subprocess.Popen(command, env=full, stdout=subprocess.PIPE, text=True))
-    return [rank.communicate(timeout=120)[0].split() for rank in ranks]
-
-
 def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(tmp_path: Path):
-    """In the default group, and in another one of gloo as checkpoints are written with."""
-    said = meet(2, FLA_TRAIN_STORE_FILE=str(tmp_path / "store"))
-    assert [line[:2] for line in said] == [["3", interface_towards("127.0.0.1")]] * 2
-    assert {address for line in said for address in line[2:]} <= {"127.0.0.1", "::1"}
+    """They do so in the default group, and in another one, which checkpoints use."""
+    kept = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
+    kept |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FLA_TRAIN_STORE_FILE": str(tmp_path / "store")}
+    command = [sys.executable, "-c", MEET]
+    ranks = [
+        subprocess.Popen(
+            command, env=kept | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    for rank in ranks:
+        total, interface, *addresses = rank.communicate(timeout=120)[0].split()
+        assert (total, interface) == ("3", interface_towards("127.0.0.1"))
+        assert {*addresses} <= {"127.0.0.1", "::1"}
 
 
-def test_ranks_of_another_launcher_meet_as_torch_says():
-    said = meet(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    assert [line[0] for line in said] == ["3", "3"]
-
-
-def test_a_rank_alone_needs_no_store():
-    assert meet(1)[0][0] == "1"
-
-
-def test_an_address_that_is_none_is_an_error_of_the_config():
+def test_an_unknown_address_is_an_error_of_the_config():
     with pytest.raises(ValueError, match=r"launch\.main_process_ip=nowhere\.invalid is unknown on "):
         interface_towards("nowhere.invalid")
 
 
-def test_a_name_that_means_this_machine_only_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """As /etc/hosts of some systems has it. On purpose it may be, as in tests, and who names the interface
-    needs no other address."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+def test_a_name_of_the_loopback_is_rejected(monkeypatch: pytest.MonkeyPatch):
+    """/etc/hosts of some systems has one. `localhost` is accepted, and so is any name with an interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    resolved = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
     with pytest.raises(ValueError, match=r"main_process_ip=node1 resolves to a loopback address on "):
         check_address("node1")
-    for on_purpose in ("localhost", "127.0.1.1"):
-        check_address(on_purpose)
+    for accepted in ("localhost", "127.0.1.1"):
+        check_address(accepted)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     check_address("node1")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="names of Linux's interfaces")
-def test_the_interface_is_the_one_towards_the_address():
-    assert interface_towards("127.0.0.1") == "lo"

@@ -1,4 +1,4 @@
-"""What a command imports on its way to the first step, and what a run says of its start and end."""
+"""A command imports no more than it needs for the first step, and logs the times of its start and end."""
 
 import io
 import re
@@ -21,7 +21,7 @@ from fla_train.training.plan import RunPlan
 from fla_train.training.resolve import resolve
 from fla_train.utils.timeline import Timeline
 
-# Each takes a second or more, for nothing that the launcher does.
+# Each takes a second or more, and the launcher does not need it.
 NOT_IN_THE_LAUNCHER = """
     accelerate datasets deepspeed lm_eval matplotlib.figure pandas scipy.stats sklearn sympy torch._dynamo
     torch._inductor torch.distributed.tensor transformers.modeling_utils wandb fla_train.models.modeling
@@ -64,7 +64,7 @@ main()
 def test_what_is_not_needed_is_not_imported(
     overrides: list[str], tmp_path: Path, program: str, left_out: list[str], loaded: str
 ) -> None:
-    """Of the launcher up to the start of its workers, and of a worker up to its first step."""
+    """The launcher is stopped at the start of its workers, a worker at its first step."""
     place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
     command = [sys.executable, "-c", program, *overrides, *place]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -90,7 +90,7 @@ def test_the_log_has_a_line_of_the_start_and_one_of_the_end(
 
 
 def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:
-    """On a rank: how it is refused, and whether a restart may help."""
+    """Return the description of the error on a rank, and whether it is final."""
     report = CheckReport("chunk", "cpu", torch.float32, (), failure="no such instruction")
     request = SimpleNamespace(made=lambda: False)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as refused:
@@ -106,12 +106,3 @@ def test_a_backend_that_is_wrong_ends_the_run_for_good_before_it_writes(
     ((line, final),) = warm_ranks.run(1, train_with_a_broken_backend, plan)
     assert final and "no such instruction" in line and "trainer.check_backend=false" in line
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_phases_of_one_name_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((100.0, 101.0, 103.0))
-    monkeypatch.setattr("time.time", lambda: next(clock))
-    timeline = Timeline(98.5)
-    for phase in ("imports", "data", "imports"):
-        timeline.mark(phase)
-    assert str(timeline) == "4.5 s (imports 3.5, data 1.0)"
