@@ -55,7 +55,6 @@ from fla_train.utils.import_ahead import CPU_ONLY, start_worker
 from fla_train.utils.processes import available_cores, openmp_threads
 from fla_train.utils.timeline import BEGAN
 
-DEFAULT_PORT = 29500
 # Seconds between checks of the workers. With several machines each check reads their store.
 POLL = 0.1
 # Seconds that the main machine keeps its store after a failure, so that the other machines see it.
@@ -112,7 +111,7 @@ def run_workers(
             # Our messages replace those of torch.
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the workers use the store of the rendezvous
-    address = f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
+    address = f"{launch.main_process_ip}:{launch.main_process_port}"
     within = f"within {launch.rendezvous_timeout:g} s (launch.rendezvous_timeout)"
     if launch.num_machines > 1:
         check_address(launch.main_process_ip)
@@ -197,7 +196,6 @@ class Agent(SimpleElasticAgent):
         signals: StopSignals,
         began: float | None,
     ):
-        several = launch.num_machines > 1
         spec = WorkerSpec(
             role="rank",
             local_world_size=launch.num_processes // launch.num_machines,
@@ -205,8 +203,8 @@ class Agent(SimpleElasticAgent):
             rdzv_handler=rendezvous,
             max_restarts=restarts,
             monitor_interval=POLL,
-            master_addr=launch.main_process_ip if several else None,
-            master_port=(launch.main_process_port or DEFAULT_PORT) if several else None,
+            master_addr=launch.main_process_ip,
+            master_port=launch.main_process_port,
         )
         super().__init__(spec, exit_barrier_timeout=LONGEST_FINISH)
         self._command, self._launch, self._newest_step = command, launch, newest_step

@@ -180,7 +180,7 @@ class LaunchConfig:
     num_machines: int = key(at_least=1)
     machine_rank: int | None = None
     main_process_ip: str = MISSING
-    main_process_port: int | None = key(None, above=0, below=65536)
+    main_process_port: int = key(29500, above=0, below=65536)
     max_restarts: int = key(0, at_least=0)
     peak_tflops: float | None = key(None, above=0)
     rendezvous_timeout: float = key(600.0, above=0, at_most=1e9)  # torch's store counts ns in 64 bits

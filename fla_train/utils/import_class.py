@@ -16,10 +16,10 @@ def import_class(path: str, base: type, base_name: str) -> type:
         ValueError: as `import_object`, or it is not a subclass of `base`, which the message calls
             `base_name`.
     """
-    found = import_object(path)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    target = import_object(path)
+    if not (isinstance(target, type) and issubclass(target, base)):
         raise ValueError(f"{path}: {path.partition(':')[2]} is not a subclass of {base_name}")
-    return found
+    return target
 
 
 def import_object(path: str) -> Any:
@@ -33,31 +33,25 @@ def import_object(path: str) -> Any:
         # Append the folder, so that a local queue.py does not hide the standard library's.
         sys.path.append(os.getcwd())
     try:
-        found = getattr(import_module(module), name, None)
+        target = getattr(import_module(module), name, None)
     except Exception as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{module}.".startswith(f"{missing}."):
-            raise ValueError(f"{path}: importing {module} raised {described(error)}") from error
-        if module.endswith(".py"):
-            raise ValueError(f"{path}: write {module.removesuffix('.py')}:{name}, a module") from error
-        raise ValueError(
-            f"{path}: there is no module {missing}: install its package, start in the folder that holds it, "
-            "or add that folder to PYTHONPATH"
-        ) from error
-    if found is None:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = (
+                ": install its package, start in the folder that holds it, or add that folder to PYTHONPATH"
+            )
+        raise ValueError(f"{path}: importing {module} raised {described(error)}{hint}") from error
+    if target is None:
         raise ValueError(f"{path}: {module} has no {name}")
-    return found
+    return target
 
 
 def named_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a training config, as plain data, that name classes outside this package."""
-    keys = {
-        "model.mixer": (config.get("model") or {}).get("mixer"),
-        **{
-            f"{section}.{key}": path
-            for section, key in (("task", "kind"), ("optimizer", "name"), ("schedule", "name"))
-            if ":" in (path := (config.get(section) or {}).get(key) or "")
-        },
-        "trainer.callbacks": (config.get("trainer") or {}).get("callbacks"),
-    }
-    return {key: value for key, value in keys.items() if value}
+    keys = ("model.mixer", "trainer.callbacks", "task.kind", "optimizer.name", "schedule.name")
+    values = {}
+    for key in keys:
+        section, _, name = key.partition(".")
+        values[key] = (config.get(section) or {}).get(name)
+    # Without a colon the last three name classes of this package.
+    return {key: value for key, value in values.items() if value and (key in keys[:2] or ":" in value)}

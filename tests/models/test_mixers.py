@@ -224,7 +224,7 @@ def test_a_mixer_without_states_generates_by_whole_passes(
     [
         ("plain", "package.module:Class"),
         ("plain:Mean.x", "package.module:Class"),
-        ("no_such.module:Mixer", "no module no_such"),
+        ("no_such.module:Mixer", "No module named 'no_such'"),
         ("broken:Mixer", "no_such_package"),
         ("linear_attention.py:LinearAttention", "linear_attention:LinearAttention"),
         ("plain:Other", "has no Other"),

@@ -96,7 +96,7 @@ def test_the_example_has_no_errors_and_a_curriculum() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("nowhere:Task", "no module nowhere"),
+        ("nowhere:Task", "No module named 'nowhere'"),
         ("brackets:Missing", "no Missing"),
         ("wrong:Abstract", "_generate"),
         ("wrong:NoSeed", "'seed'"),

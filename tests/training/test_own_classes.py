@@ -168,7 +168,11 @@ def test_a_folder_does_not_choose_the_code_of_a_run(elsewhere: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     ("mixer", "reason"),
-    [("nowhere:Mixer", "no module nowhere"), (LONGHORN, "'width'"), ("longhorn", "package.module:Class")],
+    [
+        ("nowhere:Mixer", "No module named 'nowhere'"),
+        (LONGHORN, "'width'"),
+        ("longhorn", "package.module:Class"),
+    ],
 )
 @pytest.mark.usefixtures("elsewhere")
 def test_a_wrong_mixer_is_refused_before_data_are_prepared(

@@ -1,6 +1,5 @@
 """Exact resume: killed at any moment, a run goes on as if nothing had happened."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from warm_ranks import WarmRanks
 
@@ -33,15 +31,6 @@ def wait_for(condition: Callable[[], object], poll: float = 0.001) -> None:
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(poll)
-
-
-def workers(parent: int) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(parent).children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if "fla_train.training.worker" in child.cmdline():
-                found.append(child)
-    return found
 
 
 def steps_logged(run: Path) -> int:
