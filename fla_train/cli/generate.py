@@ -48,12 +48,9 @@ def register() -> None:
 def task(config: DictConfig) -> int:
     settings: GenerateConfig = OmegaConf.to_object(config)
     require_valid(settings)
-    if settings.prompt_file is not None and not Path(settings.prompt_file).is_file():
-        raise ValueError(f"prompt_file={settings.prompt_file} is no file")
-    if settings.prompt_file is not None and not Path(settings.prompt_file).stat().st_size:
-        raise ValueError(f"prompt_file={settings.prompt_file} is empty: write a prompt on each line")
     prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file))
-    import torch  # these imports take seconds, which --help and an invalid request do not need
+    # These imports take seconds, which --help and an invalid request do not need.
+    import torch
 
     from fla_train.hub.generate import generate
     from fla_train.hub.load import load_model
@@ -80,10 +77,9 @@ def task(config: DictConfig) -> int:
 
 def _lines(file: Path) -> list[str]:
     """Return the lines of a file. Other separators, such as a form feed, belong to a line."""
-    try:
-        text = file.read_text("utf-8-sig")
-    except UnicodeDecodeError as failure:
-        raise ValueError(f"prompt_file={file} is not UTF-8 text: {failure}") from failure
+    text = file.read_text("utf-8-sig")
+    if not text:
+        raise ValueError(f"prompt_file={file} is empty: write a prompt on each line")
     return text.removesuffix("\n").split("\n")
 
 

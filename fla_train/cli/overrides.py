@@ -60,17 +60,10 @@ def as_written(config_name: str, overrides: Sequence[str], *, sweep: bool = Fals
 
     Args:
         sweep: a comma separates values, which are left to Hydra.
-
-    Raises:
-        ValueError: an override is not UTF-8 text.
     """
     words = []
     for override in overrides:
         key, sign, value = override.partition("=")
-        try:
-            override.encode()
-        except UnicodeEncodeError as failure:
-            raise ValueError(f"{key}: not UTF-8 text; check the locale (LANG=C.UTF-8)") from failure
         kind = _annotation(config_name, key.lstrip("+"))
         if QUOTED.fullmatch(value) or (sweep and "," in value) or (value == "null" and kind is not str):
             pass

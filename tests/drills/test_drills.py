@@ -3,14 +3,12 @@
 Each test starts a run, injects one fault while it trains, and lets the same command finish the run. Exported
 weights and metrics must then equal those of an undisturbed run bit for bit.
 
-    python -m pytest tests/drills -m long     # about 10 minutes on two cores
+    python -m pytest tests/drills -m long     # about 8 minutes on two cores
 """
 
 import json
-import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -214,41 +212,14 @@ def test_exports_cannot_be_written(run: Run) -> None:
     kept.rename(exports)
 
 
-def test_second_launcher_is_refused(run: Run) -> None:
-    ranks = run.ranks()
-    assert run.launch().wait(PATIENCE) == 2
-    assert run.launcher.poll() == 0 or run.ranks() == ranks
-
-
-def test_run_folder_is_renamed(run: Run) -> None:
-    moved = run.folder.with_name("moved")
-    run.folder.rename(moved)
-    try:
-        run.wait_for_end(2)
-    finally:
-        shutil.rmtree(run.folder, ignore_errors=True)
-        moved.rename(run.folder)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "name, damage",
-    [
-        ("deepspeed/mp_rank_00_model_states.pt", flip_a_bit),
-        ("deepspeed/zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda path: os.truncate(path, 1000)),
-        ("manifest.json", Path.unlink),
-    ],
-)
-def test_newest_checkpoint_is_damaged(run: Run, name: str, damage: Callable[[Path], object]) -> None:
+def test_newest_checkpoint_is_damaged(run: Run) -> None:
     run.launcher.kill()
     run.wait_for_end(-signal.SIGKILL)
     newest = run.checkpoints()[-1]
-    damage(newest / name)
+    weights = newest / "deepspeed" / "mp_rank_00_model_states.pt"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
     with (run.folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 999, "lo' + bytes(4096))  # a kill may tear the last record, too
     run.launcher = run.launch()
