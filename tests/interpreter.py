@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does in vain, half of its time."""
+"""Speed up Triton's interpreter, which spends half of its time on unnecessary work."""
 
 import functools
 from collections.abc import Callable
@@ -9,8 +9,9 @@ from triton.runtime import interpreter
 
 
 def speed_up() -> None:
-    """From here on, it patches `triton.language` once a launch, and not at each call of a device function. It
-    builds its table of dtypes once, and looks for no overflows, which it would report in debug mode only.
+    """Let it patch `triton.language` once a launch instead of at each call of a device function.
+
+    It also builds its table of dtypes once, and checks for overflows only in debug mode, which reports them.
     """
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
@@ -19,7 +20,7 @@ def speed_up() -> None:
 
 
 def _once_a_launch(patch_lang: Callable) -> Callable:
-    """A launch calls it first, and undoes it at its end; in between device functions call it, for nothing."""
+    """Ignore calls by device functions between the start of a launch, which calls it first, and its end."""
     patched: set[int] = set()
 
     @functools.wraps(patch_lang)

@@ -1,4 +1,4 @@
-"""What a call refuses to do."""
+"""Errors for users."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def refusal(work: Callable, *arguments: object, **options: object) -> str:
-    """The one line of the ValueError that the call ends with."""
+    """Return the message of the ValueError that the call raises, which must be one line."""
     with pytest.raises(ValueError) as failure:
         work(*arguments, **options)
     assert "\n" not in str(failure.value)

@@ -83,7 +83,7 @@ def test_dependencies_point_one_way(package: str) -> None:
 
 
 def test_modules_import_each_other_without_circles() -> None:
-    """Imports inside functions count, too, but not those for type checkers."""
+    """Imports inside functions count, but those for type checkers do not."""
     modules: dict[str, Path] = {}
     for path in [path for folder in (".", *LINKED) for path in python_files(folder)]:
         modules[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path

@@ -11,21 +11,21 @@ FOLDERS = ("configs", "eval", "fla_train", "kernels", "scripts")
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "_pickle"}
 READS = {"load", "loads", "open", "Unpickler"}
 SAFE_YAML = {"BaseLoader", "SafeLoader", "CSafeLoader", "CBaseLoader"}
-# It pickles an exception and reads it back, to learn whether another process could.
-IN_MEMORY = {  # or what this process's own ranks have just left in its temporary folder
+# It reads a file that the ranks of this process have just written to its temporary folder.
+IN_MEMORY = {
     ("fla_train/bench/ranks.py", "pickle.loads(Path(folder, 'result').read_bytes())"),
 }
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of a name or of attributes of one."""
+    """Return `a.b.c` for a name or its attributes."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def names(tree: ast.AST) -> dict[str, str]:
-    """What each name stands for that is imported under another: `np` for `numpy`, `load` for `torch.load`."""
+    """Return the full names of imported names: `numpy` for `np`, `torch.load` for `load`."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -36,7 +36,7 @@ def names(tree: ast.AST) -> dict[str, str]:
 
 
 def unsafe_calls(source: str) -> Iterator[str]:
-    """Each call in `source` that may run what a file holds."""
+    """Yield each call in `source` that may run the content of a file."""
     tree = ast.parse(source)
     imported = names(tree)
     for node in ast.walk(tree):

@@ -156,7 +156,7 @@ def restarted(run: Run, fault: Callable[[], object], said: str) -> None:
 
 
 def lost_checkpoint(run: Run, fault: Callable[[], object], undo: Callable[[], object]) -> None:
-    """Inject a fault that prevents a checkpoint; training goes on, and a later checkpoint succeeds."""
+    """Inject a fault that prevents a checkpoint; training continues, and a later checkpoint succeeds."""
     ranks = run.ranks()
     fault()
     run.wait(lambda: run.said("NO CHECKPOINT"), "a line about the missing checkpoint")
@@ -221,6 +221,6 @@ def test_newest_checkpoint_is_damaged(run: Run) -> None:
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     with (run.folder / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 999, "lo' + bytes(4096))  # a kill may tear the last record, too
+        file.write(b'{"step": 999, "lo' + bytes(4096))  # A kill may truncate the last record as well.
     run.launcher = run.launch()
     run.wait(lambda: run.said(f"{newest} is damaged"), f"a line about {newest.name}")

@@ -1,4 +1,4 @@
-"""A terminal that closes: a run leaves with a checkpoint, and under `nohup` it goes on without it."""
+"""When its terminal closes, a run stops with a checkpoint; under `nohup` it continues."""
 
 import fcntl
 import os
@@ -19,14 +19,14 @@ from fla_train.training.preemption import EXIT_CODE
 
 @pytest.fixture
 def in_a_terminal(overrides: list[str], tmp_path: Path) -> Callable[[bool], int]:
-    """Train in a terminal that closes after the first step; returns the status."""
+    """Return a function that trains in a terminal, closes it after the first step, and returns the status."""
 
     def run(ignored: bool) -> int:
         ours, its = pty.openpty()
 
         def take_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            # Set either way: the tests themselves may run under nohup.
+            # Set it in both cases, because the tests themselves may run under nohup.
             signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
         code = "from fla_train.cli.train import main; main()"
@@ -38,7 +38,7 @@ def in_a_terminal(overrides: list[str], tmp_path: Path) -> Callable[[bool], int]
 
         def has_begun() -> bool:
             with suppress(BlockingIOError, OSError):
-                os.read(ours, 1 << 16)  # or it would wait for a reader
+                os.read(ours, 1 << 16)  # Without a reader it would wait.
             return steps_logged(tmp_path / "run") >= 1 or process.poll() is not None
 
         wait_for(has_begun)

@@ -1,4 +1,4 @@
-"""Two machines with a network stack of their own: namespaces of this one, joined by a cable one can pull."""
+"""Two network namespaces stand for machines, joined by a cable that the test pulls and puts back."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from warm_ranks import WarmRanks
 from fla_train.training.config import TrainConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_hosts.sh"
-NAMESPACE = ["unshare", "--map-root-user", "--net"]  # in which anyone may lay cables
+NAMESPACE = ["unshare", "--map-root-user", "--net"]  # Any user may lay cables inside.
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 LAY = f"""set -e
 exec 3< <(unshare --net sh -c 'echo $$; exec sleep 600')

@@ -1,4 +1,4 @@
-"""What a process asks of the system for itself."""
+"""Processes keep freed memory, and import nothing from the current folder but custom classes."""
 
 import ctypes
 import subprocess
@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc has the settings")
 def test_memory_of_freed_tensors_is_used_again() -> None:
-    """The system counts the pages that it hands out as they are first written."""
+    """The system counts the pages that a process writes for the first time."""
     given, kept = (
         int(subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, check=True).stdout)
         for mode in ("given back", "kept")

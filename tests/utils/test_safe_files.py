@@ -1,4 +1,4 @@
-"""Files of someone else: whatever they hold, reading takes no time, and is data or one line."""
+"""Reading a hostile file is quick, and returns data or raises an error of one line."""
 
 import os
 from pathlib import Path

@@ -20,7 +20,7 @@ def buffer() -> Iterator[StagingBuffer]:
 
 
 def load(buffer: StagingBuffer, segments: list, beside: bytes) -> object:
-    """What a reader of the file would get that the writer makes of `segments`."""
+    """Return the content of the file that the writer makes of `segments`."""
     buffer.wait()
     parts = [
         os.pread(buffer.descriptor, length, begin) if staged else beside[begin : begin + length]
@@ -50,7 +50,7 @@ def test_every_kind_of_tensor_comes_back(buffer: StagingBuffer, device: str):
             assert copy[key].dtype == value.dtype and torch.equal(copy[key], value.cpu()), key
     assert torch.equal(copy["nested"][0][0], torch.arange(7)) and copy["nested"][1] == {"lr": 0.1}
     assert torch.equal(load(buffer, files["b"], beside)["other"], content["large"][1:].cpu())
-    # Large tensors lie in the buffer only, and `bytes` are a file as they are.
+    # Large tensors are in the buffer only, and `bytes` are the file itself.
     assert len(beside) < 20_000
     segments, beside = buffer.stage({"text": b"as it is"})
     assert beside == b"as it is" and segments == {"text": [(False, 0, 8)]}
@@ -87,6 +87,6 @@ class Stage(IntEnum):
 
 
 def test_members_of_enumerations_are_written_as_their_values(buffer: StagingBuffer) -> None:
-    """A reader that permits plain values only would refuse them."""
+    """A reader that permits only plain values could not load them."""
     staged, beside = buffer.stage({"state.pt": {"stage": Stage.TWO, "x": torch.ones(3)}})
     assert load(buffer, staged["state.pt"], beside)["stage"] == 2
