@@ -25,17 +25,12 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it is invalid JSON, too large, not a mapping, or nested too deeply.
         OSError: it can't be read, or opening it would wait (a named pipe).
     """
-    return parse_json(_read(path, LARGEST_JSON), path)
+    return _parse(json.loads, _read(path, LARGEST_JSON), LARGEST_JSON, path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file. Raise the errors of `read_json`."""
     return parse_yaml(_read(path, LARGEST_YAML), path)
-
-
-def parse_json(content: str | bytes, name: object) -> dict[str, Any]:
-    """Return the content of a JSON text, which errors call `name`. Raise the errors of `read_json`."""
-    return _parse(json.loads, content, LARGEST_JSON, name)
 
 
 def parse_yaml(content: str | bytes, name: object) -> dict[str, Any]:
