@@ -198,16 +198,17 @@ def test_an_error_that_is_final_ends_all_machines(overrides: list[str], tmp_path
 
 
 def test_an_array_task_trains_its_job_of_the_sweep(
-    overrides: list[str], cluster: dict[str, str], tmp_path: Path
+    overrides: list[str], run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ):
-    """It is the second of two jobs; dry_run prints what it would train."""
-    environment = cluster | {"SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "1"}
-    places = [f"run.dir={tmp_path / 'sweep'}", f"hydra.sweep.dir={tmp_path / 'hydra'}"]
-    command = ["bash", str(SCRIPTS / "train.slurm"), "-m", *overrides, "seed=3,4", "dry_run=true", *places]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "seed=4" in done.stdout and "seed=3" not in done.stdout
-    assert f"{tmp_path / 'sweep' / '1-'}" in done.stdout  # the overrides follow in the folder's name
+    """scripts/train.slurm adds `run.job`; dry_run prints what the job would train."""
+    words = ["fla-train", "-m", *overrides, "seed=3,4", "dry_run=true"]
+    words += [f"run.dir={tmp_path / 'sweep'}", f"hydra.sweep.dir={tmp_path / 'hydra'}"]
+    code, out, err = run_command(*words, "run.job=1")
+    assert code == 0, err
+    assert "seed=4" in out and "seed=3" not in out
+    assert f"{tmp_path / 'sweep' / '1-'}" in out
+    code, _, err = run_command(*words, "run.job=2")
+    assert code == 2 and err.count("its jobs are 0 to 1") == 1
 
 
 def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
