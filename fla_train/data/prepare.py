@@ -231,6 +231,7 @@ def _tokenize(
         disable=not show,
         # A log file gets a line a minute.
         mininterval=0.1 if sys.stderr.isatty() else 60.0,
+        miniters=1,
     )
     records: list[shards.Record] = []
     done = 0
