@@ -82,7 +82,7 @@ class AsyncWriter:
         self._result = Result(None, 0.0)  # result of the last job
         self._connection, theirs = Pipe()
         arguments = map(str, (theirs.fileno(), staging, os.getpid()))
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             module_command("fla_train.training.async_writer", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -91,14 +91,6 @@ class AsyncWriter:
             start_new_session=True,
         )
         theirs.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
 
     def start(self, job: Job, beside: bytes) -> None:
         """Start to write `job`. `beside` holds the bytes that are not in the staging buffer."""
@@ -119,7 +111,7 @@ class AsyncWriter:
             try:
                 self._result = Result(*json.loads(self._connection.recv_bytes()))
             except (EOFError, OSError):
-                code = self._process.wait()
+                code = self.process.wait()
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
                 self._result = Result(f"rank {self._rank}: the writer process {how}", 0.0)
             self._busy = False
@@ -128,7 +120,7 @@ class AsyncWriter:
     def close(self) -> None:
         """End the process after its current job."""
         self._connection.close()
-        self._process.wait()
+        self.process.wait()
 
     def _send(self, *messages: bytes) -> None:
         with suppress(OSError):  # the process has ended, which `result` reports

@@ -22,17 +22,24 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fla_train.utils.errors import described
 from fla_train.utils.filesystem import DELETING, delete, find_damage, reason, remove_folder, sync
-from fla_train.utils.safe_files import read_dataclass, read_json
+from fla_train.utils.safe_files import check_fields, read_dataclass, read_json
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
+MANIFEST_FIELDS = {
+    **dict.fromkeys(("step", "tokens", "world_size"), int),
+    "versions": dict[str, str],
+    "files": dict[str, dict[str, int | str]],
+}
 STATE = "state.json"
 DEEPSPEED_TAG = "deepspeed"
 MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
@@ -83,7 +90,7 @@ def rank_files(rank: int) -> list[str]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the validated content of a checkpoint's manifest.
+    """Return the validated content of a checkpoint's manifest, which may come from a stranger.
 
     Returns:
         step, tokens, world_size; versions: package -> version; files: name -> result of `describe`.
@@ -92,25 +99,28 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ValueError: the manifest is missing or damaged; one line names the problem.
     """
     try:
-        content: Any = read_json(checkpoint / MANIFEST)
+        manifest = read_json(checkpoint / MANIFEST)
+        if manifest["version"] != MANIFEST_VERSION:
+            raise ValueError(f"{MANIFEST} is not of version {MANIFEST_VERSION}")
+        content = manifest["content"]
+        if manifest["sha256"] != _checksum(content):
+            raise ValueError(f"{MANIFEST} has a wrong checksum")
+        check_fields(content, MANIFEST_FIELDS, MANIFEST)
+        step, ranks, files = content["step"], content["world_size"], content["files"]
     except OSError as failure:
         raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
-    if content.keys() != {"version", "sha256", "content"} or content["version"] != MANIFEST_VERSION:
-        raise ValueError(f"{MANIFEST} is not of version {MANIFEST_VERSION}")
-    checksum, content = content["sha256"], content["content"]
-    if checksum != _checksum(content):
-        raise ValueError(f"{MANIFEST} has a wrong checksum")
-    if error := _manifest_error(content):
-        raise ValueError(f"{MANIFEST} {error}")
-    if NAME.fullmatch(checkpoint.name) and content["step"] != step_of(checkpoint.name):
-        raise ValueError(f"{MANIFEST} is of step {content['step']}")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged: {described(error)}") from error
+    expected = {name for rank in range(min(ranks, len(files) + 1)) for name in rank_files(rank)}
+    if differing := sorted(expected ^ files.keys()):
+        raise ValueError(f"{MANIFEST} does not list what {ranks} rank(s) write: {differing[0][:40]!r}")
+    if NAME.fullmatch(checkpoint.name) and step != step_of(checkpoint.name):
+        raise ValueError(f"{MANIFEST} is of step {step}")
     return content
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write `content`, as returned by `read_manifest`, as a manifest."""
-    content = dict(content)
-    assert _manifest_error(content) is None, _manifest_error(content)
     manifest = {"version": MANIFEST_VERSION, "sha256": _checksum(content), "content": content}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     sync(folder / MANIFEST)
@@ -119,29 +129,6 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 def _checksum(content: object) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _manifest_error(content: Any) -> str | None:
-    """Return the first error in a manifest's content, which may come from a stranger, or None."""
-    least = {"step": 0, "tokens": 0, "world_size": 1}
-    if not isinstance(content, dict) or content.keys() != {*least, "versions", "files"}:
-        return "has other fields than step, tokens, world_size, versions, files"
-    files, ranks = content["files"], content["world_size"]
-    numbers = all(type(content[name]) is int and content[name] >= bound for name, bound in least.items())
-    entries = isinstance(files, dict) and all(map(_is_entry, files.values()))
-    if not numbers or not entries or ranks > len(files):
-        return "has values that can't be true"
-    expected = {name for rank in range(ranks) for name in rank_files(rank)}
-    if differing := sorted(expected ^ files.keys()):
-        return f"does not list what {ranks} rank(s) write: {differing[0][:40]!r}"
-    return None
-
-
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-        return False
-    size, digest = entry["bytes"], entry["sha256"]
-    return type(size) is int and size >= 0 and bool(re.fullmatch("[0-9a-f]{64}", str(digest)))
 
 
 def step_of(name: str) -> int:
@@ -160,7 +147,7 @@ def find_error(checkpoint: Path, run: str | None = None) -> str | None:
         if damage := find_damage(checkpoint, manifest["files"]):
             return damage
         state = read_state(checkpoint)
-    except (OSError, ValueError) as failure:
+    except (KeyError, OSError, ValueError) as failure:
         return str(failure)
     if (state.step, state.tokens) != (manifest["step"], manifest["tokens"]):
         return f"{MANIFEST} is of step {manifest['step']}, {STATE} of step {state.step}"
@@ -267,17 +254,13 @@ class CheckpointStore:
             keep: number of checkpoints; 0: all.
 
         Returns:
-            One line that names the checkpoints that could not be deleted, and the reason, or None.
+            One line that names the checkpoints that could not be deleted, or None.
         """
-        failed: dict[str, str] = {}
-        last = step_of(newest.name)
+        failed, last = [], step_of(newest.name)
         for old in [path for path in self.list() if keep and step_of(path.name) <= last][:-keep]:
             if not keep_every or step_of(old.name) % keep_every:
-                try:
+                with suppress(OSError):
                     remove_folder(old)
-                except OSError as failure:
-                    failed[old.name] = reason(failure)
-                else:
-                    if old.exists():
-                        failed[old.name] = "files stayed in it"
-        return f"could not delete {', '.join(failed)} ({', '.join(set(failed.values()))})" if failed else None
+                if old.exists():
+                    failed.append(old.name)
+        return f"could not delete {', '.join(failed)}" if failed else None

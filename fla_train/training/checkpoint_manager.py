@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
 from fla_train.training.async_writer import AsyncWriter, Job
@@ -35,34 +35,25 @@ from fla_train.training.deepspeed_patches import files_through
 from fla_train.training.failures import TrainingStopped
 from fla_train.utils.filesystem import reason
 from fla_train.utils.random_states import random_states
-from fla_train.utils.staging_buffer import Segment, StagingBuffer
+from fla_train.utils.staging_buffer import StagingBuffer
 
 # Bytes of a checkpoint besides weights and optimizer state, including gaps between tensors.
 BESIDES = 1 << 20
 VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
-class _Capture(CheckpointEngine):
+class _Capture(TorchCheckpointEngine):
     """Collect the files that DeepSpeed would save: content by name, with the engine's tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, object] = {}
 
-    def create(self, info: object) -> None:
-        """Do nothing: a tag needs no setup."""
-
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Do nothing: no folder is written."""
 
     def save(self, state_dict: dict, path: str) -> None:
         self.files[f"{DEEPSPEED_TAG}/{Path(path).name}"] = state_dict
-
-    def load(self, path: str, map_location: object = None) -> dict:
-        raise NotImplementedError("only saves")
-
-    def commit(self, info: object) -> bool:
-        return True
 
 
 class CheckpointManager:
@@ -83,14 +74,7 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        engine,
-        folder: Path,
-        *,
-        keep: int,
-        keep_every: int,
-        log: Callable[[str], None],
-        saved_step: int = -1,
+        self, engine, folder: Path, *, keep: int, keep_every: int, log: Callable, saved_step: int = -1
     ):
         self._engine, self._folder, self._log = engine, folder, log
         self._keep, self._keep_every = keep, keep_every
@@ -135,8 +119,11 @@ class CheckpointManager:
         assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
         try:
             segments, beside = self._staging.stage(files)
-            self._job = self._make_job(attempt, segments, state), beside
-            if self._writer is None or not self._writer.alive:
+            content = {"step": state.step, "tokens": state.tokens}
+            content |= {"world_size": self._world, "versions": self._versions}
+            job = Job(str(self._folder), attempt, self._rank, segments, content, self._keep, self._keep_every)
+            self._job = job, beside
+            if self._writer is None or self._writer.process.poll() is not None:
                 self._writer = AsyncWriter(self._staging.descriptor, self._rank)
         except OSError as failure:
             self._error = f"rank {self._rank}: {reason(failure)}"
@@ -187,22 +174,6 @@ class CheckpointManager:
         if self._rank == 0:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()
         return files
-
-    def _make_job(self, attempt: str, segments: dict[str, list[Segment]], state: TrainState) -> Job:
-        return Job(
-            folder=str(self._folder),
-            attempt=attempt,
-            rank=self._rank,
-            files=segments,
-            content={
-                "step": state.step,
-                "tokens": state.tokens,
-                "world_size": self._world,
-                "versions": self._versions,
-            },
-            keep=self._keep,
-            keep_every=self._keep_every,
-        )
 
     def finish_copy(self) -> None:
         """Wait for the end of the copy and start the writer.

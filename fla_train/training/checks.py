@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fla_train.models.activation_checkpointing import SELECTIVE
-from fla_train.models.build import build_model_config, is_zoo
+from fla_train.models.build import is_zoo
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.config import TrainConfig
+from fla_train.training.features.initial_states import InitialStates
+from fla_train.training.optimizer import check_elementwise
 
 FLOAT8_CAPABILITY = (8, 9)  # minimum compute capability of a GPU
 
@@ -73,19 +75,25 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 def find_misfits(config: TrainConfig) -> list[str]:
     """List the settings of a resolved config that conflict with each other or with this machine."""
     return [
+        *_optimizer_errors(config),
         *_launch_errors(config),
         *_device_errors(config),
         *find_conflicts(config),
-        *_state_errors(config),
         *_context_errors(config),
         *(_batch_errors(config) if config.task is None else _task_batch_errors(config)),
     ]
 
 
-def find_callback_errors(config: TrainConfig) -> list[str]:
-    """List the errors that callbacks find in a resolved config."""
-    callbacks = make_callbacks(config.trainer.callbacks)
-    return [f"{callback.name}: {line}" for callback in callbacks for line in callback.check(config)]
+def planned_features(config: TrainConfig) -> list[Callback]:
+    """Return the features and callbacks of a run that check its config and count their memory."""
+    states = [InitialStates(config)] if config.initial_states != "zero" else []
+    return states + make_callbacks(config.trainer.callbacks)
+
+
+def find_feature_errors(config: TrainConfig) -> list[str]:
+    """List the errors that features and callbacks find in a resolved config."""
+    features = planned_features(config)
+    return [f"{feature.name}: {line}" for feature in features for line in feature.check(config)]
 
 
 def find_schedule_misfits(config: TrainConfig) -> list[str]:
@@ -106,6 +114,14 @@ def find_schedule_misfits(config: TrainConfig) -> list[str]:
             f"schedule.decay_steps={schedule.decay_steps} must lie in 0..{after_warmup}, the rest of the run"
         )
     return errors
+
+
+def _optimizer_errors(config: TrainConfig) -> Iterator[str]:
+    if ":" in config.optimizer.name:
+        try:
+            check_elementwise(config.optimizer)
+        except ValueError as error:
+            yield str(error)
 
 
 def _launch_errors(config: TrainConfig) -> Iterator[str]:
@@ -146,32 +162,6 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
                 "trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this "
                 "one has {}.{}: set trainer.precision=bf16".format(*capability)
             )
-
-
-def _state_errors(config: TrainConfig) -> Iterator[str]:
-    if config.initial_states == "zero" or is_zoo(config.model):
-        return
-    settings = build_model_config(config.model)
-    setting = "data.contiguous" if config.initial_states == "contiguous" else "trainer.initial_state"
-    if "linear_attention" not in settings.layer_types:
-        yield f"{setting} has no effect without linear_attention layers: leave it at its default"
-    if settings.mixer is None:
-        return
-    from fla_train.models.mixers.delta_product import DeltaProductMixer
-    from fla_train.models.mixers.registry import linear_mixer, takes_cache
-
-    mixer = linear_mixer(settings)
-    packed = config.task is None and config.data.document_boundaries
-    if not takes_cache(mixer):
-        yield (
-            f"{setting} is not supported with the mixer {settings.mixer}, which keeps no states: leave it at "
-            "its default, or give its forward the parameter cache (docs/mixers.md)"
-        )
-    elif packed and not issubclass(mixer, DeltaProductMixer):
-        yield (
-            f"{setting} and data.document_boundaries are not supported together with the mixer "
-            f"{settings.mixer}: set one of them to its default"
-        )
 
 
 def _context_errors(config: TrainConfig) -> Iterator[str]:

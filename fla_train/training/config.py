@@ -142,12 +142,6 @@ class TrainerConfig:
     max_tokens: int | None = key(None, at_least=1)
     epochs: float | None = key(None, above=0)
 
-    def __post_init__(self) -> None:
-        given = self.activation_checkpointing
-        # The value is quoted or comes from an environment variable.
-        if isinstance(given, str):
-            self.activation_checkpointing = {"true": True, "false": False}.get(given.lower(), given)
-
     @property
     def autocasts(self) -> bool:
         """Return whether matrix products run in bf16, except those in float8."""
@@ -259,23 +253,11 @@ class TrainConfig:
 
     def check(self) -> Iterator[str]:
         yield from _model_errors(self)
-        yield from _resume_errors(self)
         yield from _package_errors(self)
         if self.run.dir == "":  # an unset variable as in `run.dir=$RUN`: such a run could not resume
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None and not self.dry_run:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
-
-
-def _resume_errors(config: TrainConfig) -> Iterator[str]:
-    resume, run_dir = config.trainer.resume, config.run.dir
-    if resume in ("auto", "none"):
-        return
-    if (Path(resume) / "checkpoints").is_dir():
-        yield f"trainer.resume={resume} is a run folder: give one of the folders in its checkpoints/"
-    # A run that already has checkpoints no longer needs the path that it started from.
-    elif not Path(resume).is_dir() and not (run_dir and (Path(run_dir) / "checkpoints").is_dir()):
-        yield f"trainer.resume={resume} is not a checkpoint folder: use auto, none or an existing path"
 
 
 def _model_errors(config: TrainConfig) -> Iterator[str]:

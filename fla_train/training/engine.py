@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +23,13 @@ from fla_train.models.float8 import Float8Weights
 from fla_train.training import deepspeed_patches
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
+from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.optimizer import FlatAdamW, build_optimizer
 from fla_train.training.process_group import join
 
 logger = logging.getLogger(__name__)
 # Elements that are gathered at once, or with overlap reduced at once: 200 MB of fp32.
 BUCKET_ELEMENTS = 50_000_000
-
-
-class StepFilter(Protocol):
-    """Decide how gradients are clipped and whether a step is skipped; see `BadSteps`."""
-
-    def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass
@@ -146,9 +141,8 @@ def build_engine(model: nn.Module, config: TrainConfig):
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
         gradient_accumulation_steps=settings["gradient_accumulation_steps"],
-        kwargs_handlers=[
-            InitProcessGroupKwargs(backend=dist.get_backend())
-        ],  # on a CPU accelerate does not detect any
+        # On a CPU accelerate does not detect the backend.
+        kwargs_handlers=[InitProcessGroupKwargs(backend=dist.get_backend())],
     )
     model.to(device)
     if config.trainer.precision == "fp8":
@@ -171,7 +165,7 @@ def train_step(
     engine,
     micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
     learning_rate: float,
-    step_filter: StepFilter,
+    bad_steps: BadSteps,
     *,
     stop: bool = False,
     features: Sequence[Callback] = (),
@@ -183,7 +177,7 @@ def train_step(
 
     Args:
         micro_batches: input_ids and labels, each [B, T] int64 on the engine's device, or all of `Batch`.
-        step_filter: scales large gradients down or skips the step; both happen in the optimizer's kernel.
+        bad_steps: decides on clipping and skipping; both happen in the optimizer's kernel.
         stop: whether this rank was asked to stop. All ranks learn it together.
         features: their hooks within the step are called in this order.
     """
@@ -217,7 +211,7 @@ def train_step(
     loss, grad_norm = sums[0], _grad_norm(zero.averaged_gradients)
 
     # Clip, and update the weights unless the step is skipped.
-    zero.optimizer.grad_scale, zero.optimizer.found_inf = step_filter.decide(loss, grad_norm)
+    zero.optimizer.grad_scale, zero.optimizer.found_inf = bad_steps.decide(loss, grad_norm)
     engine.step()
     skipped = zero.optimizer.found_inf
     return Outcome(torch.stack([loss, grad_norm, targets.double(), skipped.double(), sums[1]]))

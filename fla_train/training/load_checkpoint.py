@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,14 +139,8 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         return load_file(path, map_location)
 
 
-class Fragment(Protocol):
-    """Locate a rank's fragment of a parameter in that rank's partition, in elements."""
-
-    start: int
-    numel: int
-
-
-Layout = Mapping[str, Fragment]  # fragments of one rank and parameter group, by parameter
+# Fragments of one rank and parameter group by parameter: `start` and `numel` in the rank's partition.
+Layout = Mapping[str, fragment_address]
 
 
 def load_resharded_optimizer(engine, folder: Path, saved_world: int) -> None:

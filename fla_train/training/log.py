@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
@@ -118,22 +118,6 @@ class Console:
         )
 
 
-class Sink(Protocol):
-    """Receive the records of a run in order of steps.
-
-    Attributes:
-        name: name for messages.
-        errors: exceptions of `write` and `close` that do not end the run, such as a full disk.
-    """
-
-    name: str
-    errors: type[Exception]
-
-    def write(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricsFile:
     """Append records to metrics.jsonl at once, one JSON object per line.
 
@@ -160,43 +144,25 @@ class MetricsFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-class SinkRefused(ValueError):
-    """Report that a view is not available: its package or login is missing."""
-
-
 class Wandb:
     """Write to a W&B run, offline by default. `id` continues an earlier run.
 
     Raises:
-        SinkRefused: the package or the login is missing, or W&B rejects a setting.
+        ValueError: the login is missing, or W&B rejects a setting.
     """
 
     name, errors = "W&B", Exception
 
     def __init__(self, config: "LoggerConfig", folder: "RunFolder", settings: dict, run_id: str | None):
-        try:
-            import wandb
-        except ImportError:
-            raise SinkRefused(
-                "wandb is not installed: pip install wandb, or set logger.wandb.mode=disabled"
-            ) from None
+        import wandb  # optional
+
+        options = asdict(config.wandb) | {"name": config.wandb.name or folder.name}
         try:
             self._run = wandb.init(
-                project=config.wandb.project,
-                entity=config.wandb.entity,
-                group=config.wandb.group,
-                tags=config.wandb.tags,
-                name=config.wandb.name or folder.name,
-                mode=config.wandb.mode,
-                dir=str(folder.root),
-                id=run_id,
-                resume="allow",
-                config=settings,
+                **options, dir=str(folder.root), id=run_id, resume="allow", config=settings
             )
-        except Exception as error:
-            if isinstance(error, (wandb.errors.UsageError, wandb.errors.AuthenticationError)):
-                raise SinkRefused(f"W&B: {reason(error)}; or set logger.wandb.mode=offline") from error
-            raise
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise ValueError(f"W&B: {reason(error)}; or set logger.wandb.mode=offline") from error
         self.id: str = self._run.id
 
     def write(self, record: Record) -> None:
@@ -208,17 +174,13 @@ class Wandb:
 
 
 class Tensorboard:
-    """Write event files to `folder`. Raise `SinkRefused` if the package is missing."""
+    """Write event files to `folder`."""
 
     name, errors = "tensorboard", Exception
 
     def __init__(self, folder: Path, resumed_step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise SinkRefused(
-                "tensorboard is not installed: pip install tensorboard, or set logger.tensorboard=false"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter  # optional
+
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def write(self, record: Record) -> None:
@@ -230,6 +192,10 @@ class Tensorboard:
         self._writer.close()
 
 
+# `name` is for messages. `errors` are exceptions that do not end the run, such as those of a full disk.
+Sink = MetricsFile | Wandb | Tensorboard
+
+
 def open_sinks(
     config: "TrainConfig", folder: "RunFolder", state: "TrainState", log: Callable[[str], None]
 ) -> list[Sink]:
@@ -239,20 +205,20 @@ def open_sinks(
     out until the next start.
 
     Raises:
-        SinkRefused: a new run names a view whose package or login is missing.
+        ValueError: W&B rejects a setting or the login of a new run.
         OSError: metrics.jsonl can't be written.
     """
     sinks: list[Sink] = [MetricsFile(folder.metrics, state.step)]
-    views: list[tuple[str, Callable[[], Sink]]] = []
+    views: dict[str, Callable[[], Sink]] = {}
     if config.logger.wandb.mode != "disabled":
-        views.append((Wandb.name, lambda: Wandb(config.logger, folder, asdict(config), state.wandb_id)))
+        views[Wandb.name] = lambda: Wandb(config.logger, folder, asdict(config), state.wandb_id)
     if config.logger.tensorboard:
-        views.append((Tensorboard.name, lambda: Tensorboard(folder.root / "tensorboard", state.step)))
-    for name, make in views:
+        views[Tensorboard.name] = lambda: Tensorboard(folder.root / "tensorboard", state.step)
+    for name, make in views.items():
         try:
             sinks.append(make())
         except Exception as error:
-            if isinstance(error, SinkRefused) and not state.step:
+            if isinstance(error, ValueError) and not state.step:
                 raise
             log(f"{name} is left out until the next start ({reason(error)})")
     state.wandb_id = next((sink.id for sink in sinks if isinstance(sink, Wandb)), state.wandb_id)

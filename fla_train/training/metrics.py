@@ -18,19 +18,6 @@ def last_value(path: Path, key: str) -> float | None:
     return values[-1] if values else None
 
 
-def checkpoint_seconds(path: Path) -> tuple[float, float]:
-    """Return the seconds for which training paused for checkpoints, and the seconds of training."""
-    stalled = trained = 0.0
-    before = 0  # tokens at the previous record
-    for record in read_metrics(path):
-        stalled += record.get("checkpoint_stall_s") or 0.0
-        rate, tokens = record.get("tokens_per_second"), record.get("tokens")
-        if rate and tokens:
-            trained += (tokens - before) / rate
-            before = tokens
-    return stalled, trained
-
-
 def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = "loss") -> "Figure":
     """Draw a metric of several runs against training tokens, so that runs with different batches compare.
 

@@ -83,7 +83,7 @@ def build_optimizer(
         separate_gradients: replace AdamW with `FlatAdamW`, which reads one gradient per parameter.
 
     Raises:
-        ValueError: a custom optimizer can't be imported, or can't train under ZeRO-2.
+        ValueError: a custom optimizer can't be imported. `check_elementwise` finds further errors.
     """
     if ":" in config.name:
         return _custom_optimizer(config, parameter_groups(model, config.weight_decay))
@@ -110,11 +110,9 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
     tensors itself. For any other optimizer the host waits for `found_inf` before each step.
 
     Raises:
-        ValueError: it can't be imported, or is not a function of single elements.
+        ValueError: it can't be imported.
     """
-    made = import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
-    check_elementwise(made, config)
-    optimizer = made(groups, lr=config.lr, **(config.options or {}))
+    optimizer = _custom_class(config)(groups, lr=config.lr, **(config.options or {}))
     # A resumed run may change these settings. All other entries of the groups are state of the optimizer.
     optimizer.configured = {"lr", "weight_decay", *(config.options or {})}
     if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -134,15 +132,20 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
     return optimizer
 
 
-def check_elementwise(made: type[torch.optim.Optimizer], config: OptimizerConfig) -> None:
-    """Check that an optimizer gives equal weights from ZeRO-2's flat partitions and from whole tensors.
+def _custom_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    return import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
+
+
+def check_elementwise(config: OptimizerConfig) -> None:
+    """Check that a custom optimizer gives equal weights from ZeRO-2's flat partitions and whole tensors.
 
     ZeRO-2 flattens each parameter group and cuts it without regard to matrices. The check runs three steps
     of both variants on a small matrix.
 
     Raises:
-        ValueError: the weights differ, or the constructor fails or creates state.
+        ValueError: it can't be imported, the weights differ, or the constructor fails or creates state.
     """
+    made = _custom_class(config)
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 6, 8, generator=generator).unbind()
     results = []

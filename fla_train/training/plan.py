@@ -14,7 +14,7 @@ from fla_train.hub.saved_config import escaped
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
 from fla_train.models.zoo.flops import forward_flops
-from fla_train.training.callback import make_callbacks
+from fla_train.training.checks import planned_features
 from fla_train.training.config import TrainConfig, records_graph, to_config
 from fla_train.training.run_data import open_training_data, task_data
 from fla_train.utils.safe_files import read_json
@@ -169,9 +169,9 @@ def _training_flops(config: TrainConfig) -> float:
 def _memory(config: TrainConfig, count: ParameterCount) -> int:
     """Return bytes per process. For models of other libraries, count weights, gradients and AdamW only."""
     trainer = config.trainer
-    callbacks = sum(callback.memory(config) for callback in make_callbacks(trainer.callbacks))
+    features = sum(feature.memory(config) for feature in planned_features(config))
     if is_zoo(config.model):
-        return 8 * count.total + 8 * count.total // config.launch.num_processes + callbacks
+        return 8 * count.total + 8 * count.total // config.launch.num_processes + features
     memory = training_memory_bytes(
         build_model_config(config.model),
         tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,
@@ -186,17 +186,7 @@ def _memory(config: TrainConfig, count: ParameterCount) -> int:
     float8_weights = 2 * count.total if in_float8 else 0
     # A step with statistics runs without the graph, whose activations stay allocated meanwhile.
     beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
-    return memory.total + float8_weights + beside_graph + _state_bytes(config) + callbacks
-
-
-def _state_bytes(config: TrainConfig) -> int:
-    """Return the bytes of `InitialStates` per process: its rows of a step and one more micro-batch."""
-    if config.initial_states == "zero":
-        return 0
-    model = build_model_config(config.model)
-    layers = model.layer_types.count("linear_attention")
-    row = 4 * layers * model.value_heads * model.head_dim * model.head_v_dim
-    return row * config.trainer.micro_batch_size * (config.num_accumulated + 1)
+    return memory.total + float8_weights + beside_graph + features
 
 
 def plan_lines(plan: RunPlan) -> list[str]:

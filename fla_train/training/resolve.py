@@ -23,7 +23,7 @@ from fla_train.hub.push import check_access
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.tasks import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
-from fla_train.training.checks import find_callback_errors, find_misfits, find_schedule_misfits
+from fla_train.training.checks import find_feature_errors, find_misfits, find_schedule_misfits
 from fla_train.training.config import TrainConfig
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
@@ -236,4 +236,4 @@ def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
             )
     _require_none(find_schedule_misfits(config))
     config.schedule.warmup_steps = config.schedule.warmup(trainer.max_steps)
-    _require_none(find_callback_errors(config))
+    _require_none(find_feature_errors(config))

@@ -6,12 +6,13 @@ import shutil
 import time
 from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from fla_train.hub.paths import own_name
 from fla_train.training.checkpoint import CheckpointStore
 from fla_train.utils.environment import describe_environment
-from fla_train.utils.filesystem import halves_of, write_whole
+from fla_train.utils.filesystem import write_whole
 from fla_train.utils.locks import open_lock, try_lock
 from fla_train.utils.records import Record, read_metrics
 
@@ -96,12 +97,6 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.root, error) from error
-
-    def sweep(self) -> None:
-        """Delete this package's files that a killed process left half-written. The caller holds the lock."""
-        for file in (self.config, self.environment, self.plan, self.run_id, self.metrics, self.accuracy):
-            for aside in halves_of(file):
-                aside.unlink(missing_ok=True)
 
     def record_start(self, step: int, tokens: int, processes: int) -> None:
         """Record that workers start after `step`, with copies of config and environment.
@@ -205,7 +200,7 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 def new_run_dir(label: str) -> Path:
     """Create `runs/<label>-<time>` at once, so that two launches in one second get two folders."""
     parent, base = Path("runs"), f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
-    for attempt in range(1, 1000):
+    for attempt in count(1):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")
         try:
             path.mkdir(parents=True)
@@ -214,7 +209,6 @@ def new_run_dir(label: str) -> Path:
             continue
         except OSError as error:
             raise _unwritable(path, error) from error
-    raise ValueError(f"{parent} already holds a thousand runs named {base}: give run.dir")
 
 
 def write_environment(folder: RunFolder, device: str) -> None:

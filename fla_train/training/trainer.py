@@ -145,13 +145,10 @@ class Trainer:
         self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
         self.log = self.logger.log
         self.throughput = _throughput(plan, self.engine.device)
+        keep = {"keep": trainer.keep_checkpoints, "keep_every": trainer.keep_every}
+        saved_step = self.state.step if continued else -1
         self.checkpoints = CheckpointManager(
-            self.engine,
-            self.folder.checkpoints,
-            keep=trainer.keep_checkpoints,
-            keep_every=trainer.keep_every,
-            log=self.log,
-            saved_step=self.state.step if continued else -1,
+            self.engine, self.folder.checkpoints, **keep, log=self.log, saved_step=saved_step
         )
         self.unread: list[LaunchedStep] = []
         self.stopping = False  # whether a rank was asked to stop
@@ -159,11 +156,9 @@ class Trainer:
         self.reached = False
 
         # Attach features last, because they read all of the above.
-        self.bad_steps = BadSteps(
-            self.engine.device,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            spike_deviations=trainer.spike_deviations,
-        )
+        limits = {"max_grad_norm": config.optimizer.max_grad_norm}
+        limits["spike_deviations"] = trainer.spike_deviations
+        self.bad_steps = BadSteps(self.engine.device, **limits)
         self.features = build_features(self)
         for feature in self.features:
             feature.attach(self)
@@ -407,7 +402,7 @@ def build_features(trainer: Trainer) -> list[Callback]:
     config = trainer.config
     features: list[Callback] = [trainer.bad_steps]
     if config.initial_states != "zero":
-        features.append(InitialStates.of_run(config, trainer.batches, trainer.engine))
+        features.append(InitialStates(config))
     if records_graph(config):
         features.append(CudaGraph(CudaGraphPass(trainer.model, bf16=config.trainer.autocasts)))
     features += make_callbacks(config.trainer.callbacks)

@@ -122,7 +122,6 @@ def train(plan: "RunPlan", console: TextIO, request: StopRequest, timeline: Time
             load_initial_weights(config, model)
         timeline.mark("model")
         if lock is not None:
-            folder.sweep()
             _record(plan, folder, resume, log)
         timeline.mark("run folder")
         finished = Trainer(plan, data, model, resume, console, watchdog, request, lock, timeline).run()

@@ -82,12 +82,6 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         sync(path)
 
 
-def halves_of(path: Path) -> list[Path]:
-    """Return the files that a killed `replaced_file` of `path` leaves."""
-    number = slice(len(path.name) + 1, -len(".tmp"))
-    return [aside for aside in path.parent.glob(f"{path.name}.*.tmp") if aside.name[number].isdecimal()]
-
-
 def move_folder(source: Path, target: Path) -> None:
     """Move a finished folder to `target` atomically, and flush the move. Delete a former `target` first.
 

@@ -95,14 +95,10 @@ def _engine(config: TrainConfig):
 
 
 def _passing(engine) -> InitialStates:
-    return InitialStates(
-        "passing",
-        noise=None,
-        zero_fraction=0.25,
-        seed=0,
-        sampler=BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH),
-        engine=engine,
-    )
+    trainer = SimpleNamespace(state_noise="fitted", zero_state_share=0.25)
+    states = InitialStates(SimpleNamespace(initial_states="passing", seed=0, trainer=trainer))
+    states.connect(BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH), engine)
+    return states
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def run(config: TrainConfig) -> dict:
     }
     ids, labels = make_batch(99)
     mine = [Batch(ids[rank::world], labels[rank::world])]
-    content["eval"] = evaluate(engine, mine, seq_len=ids.shape[1], buckets=4).loss
+    content["eval"] = evaluate(engine, mine, seq_len=ids.shape[1], buckets=4)["loss"]
 
     with poisoned(engine):
         content["poisoned_skipped"] = steps(STEPS, 1)[0].skipped
@@ -148,9 +148,9 @@ def run(config: TrainConfig) -> dict:
     content["healthy_skipped"] = healthy.skipped
     content["healthy_changed"] = weights[-1] != weights[-2]
     # As after many steps whose losses were about 1 below today's, 0.01 to either side.
-    bad_steps = BadSteps(
-        torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0, statistics=[200, healthy.loss - 1, 1e-4]
-    )
+    bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=0.5, spike_deviations=6.0)
+    statistics = torch.tensor([200, healthy.loss - 1, 1e-4], dtype=torch.float64)
+    bad_steps.load_state_dict([{"losses": statistics}])
     (spike,) = steps(STEPS + 2, 1)
     content["spike_skipped"], content["spike_unchanged"] = spike.skipped, weights[-1] == weights[-2]
     return content

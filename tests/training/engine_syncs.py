@@ -25,7 +25,9 @@ def main() -> None:
     engine = build_engine(make_model(config), resolve(config).config)
 
     def make_filter(*statistics: float) -> BadSteps:
-        return BadSteps(engine.device, max_grad_norm=1.0, spike_deviations=4.0, statistics=statistics)
+        bad_steps = BadSteps(engine.device, max_grad_norm=1.0, spike_deviations=4.0)
+        bad_steps.load_state_dict([{"losses": torch.tensor(statistics, dtype=torch.float64)}])
+        return bad_steps
 
     def step(number: int, bad_steps: BadSteps) -> Outcome:
         ids, labels = batches[number]

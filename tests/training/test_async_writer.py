@@ -108,7 +108,7 @@ def test_it_dies_with_its_trainer(staging: int):
         "import os, time; from fla_train.training.async_writer import AsyncWriter, Job;"
         "writer = AsyncWriter(os.memfd_create('staging'), 0);"
         "writer.start(Job('/none', 'none', 0, {}, {'step': 0}, 0, 0), b''); writer.result();"  # it is up
-        "print(writer.pid, flush=True); time.sleep(100)"
+        "print(writer.process.pid, flush=True); time.sleep(100)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     writer = psutil.Process(int(trainer.stdout.readline()))

@@ -200,12 +200,17 @@ class Normalized(torch.optim.SGD):
 
 
 def test_an_optimizer_of_whole_matrices_is_rejected():
-    config = OptimizerConfig("module:Class", 0.1, 0.1, 0.9, 0.95, 1e-8, 1.0)
-    for elementwise in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
-        check_elementwise(elementwise, config)
-    for other, reason in ((Normalized, "whole matrices"), (torch.optim.Adagrad, "in its constructor")):
+    def check(name: str) -> None:
+        check_elementwise(OptimizerConfig(name, 0.1, 0.1, 0.9, 0.95, 1e-8, 1.0))
+
+    for elementwise in ("SGD", "AdamW", "RMSprop"):
+        check(f"torch.optim:{elementwise}")
+    for other, reason in (
+        (f"{__name__}:Normalized", "whole matrices"),
+        ("torch.optim:Adagrad", "in its constructor"),
+    ):
         with pytest.raises(ValueError, match=reason):
-            check_elementwise(other, config)
+            check(other)
 
 
 def test_a_custom_schedule_gets_its_options(make_config: Make, examples: None):
@@ -223,6 +228,7 @@ def test_a_custom_schedule_gets_its_options(make_config: Make, examples: None):
         (["trainer.callbacks=[{class: callbacks:Ema, decoy: 1}]"], "decoy"),
         (["trainer.callbacks=[callbacks:ZLoss]", "trainer.cuda_graph=true"], "trainer.cuda_graph"),
         (["optimizer.name=optimization:Tiger"], "Tiger"),
+        (["optimizer.name=optimization:Lion", "optimizer.options={decoy: 1}"], "decoy"),
         (["optimizer.options={betas: [0.9]}"], "optimizer.options"),
         (["schedule.name=cosin"], "schedule.name"),
     ],

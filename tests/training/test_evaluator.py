@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fla_train.data.sampler import Batch, pack
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.features.evaluation import Losses, bucket_names, evaluate, weighted
+from fla_train.training.features.evaluation import bucket_names, evaluate, validation_record
 from tests.models.small_models import small_config
 
 LENGTH = 20
@@ -55,34 +55,37 @@ def test_losses_by_context(engine: SimpleNamespace, packed: bool, buckets: int):
     alone = one_by_one(engine.module, pieces)
     result = evaluate(engine, [batch], seq_len=LENGTH, buckets=buckets)
     everything = [loss for losses in alone.values() for loss in losses]
-    assert result.loss == pytest.approx(np.mean(everything), rel=1e-5)
+    assert result["loss"] == pytest.approx(np.mean(everything), rel=1e-5)
     names = bucket_names(LENGTH, min(buckets, LENGTH - 1))
     assert names[0].startswith("1-") and names[-1].endswith(f"-{LENGTH - 1}")
-    for name in names:
+    for name in names if buckets > 1 else ():
         first, last = map(int, name.split("-"))
         mine = [loss for context in range(first, last + 1) for loss in alone[context]]
-        assert result.by_context[name] == pytest.approx(np.mean(mine), rel=1e-5)
+        assert result[f"loss_at/{name}"] == pytest.approx(np.mean(mine), rel=1e-5)
     assert engine.module.training
 
 
 def test_bits_per_byte_of_the_targets(engine: SimpleNamespace):
     ids, sizes = torch.randint(31, (3, LENGTH)), torch.arange(31)
     result = evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2, token_sizes=sizes)
-    nats = result.loss * 3 * (LENGTH - 1)
-    assert result.bits_per_byte == pytest.approx(nats / np.log(2) / ids[:, 1:].sum().item())
-    assert evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2).bits_per_byte is None
+    nats = result["loss"] * 3 * (LENGTH - 1)
+    assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / ids[:, 1:].sum().item())
+    assert "bits_per_byte" not in evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2)
 
 
 def test_batches_add_up_and_may_be_absent(engine: SimpleNamespace):
     ids = torch.randint(31, (4, LENGTH))
     whole = evaluate(engine, [Batch(ids, ids)], seq_len=LENGTH, buckets=2)
     parts = evaluate(engine, [Batch(i, i) for i in ids.split([1, 3])], seq_len=LENGTH, buckets=2)
-    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert evaluate(engine, [], seq_len=LENGTH, buckets=2) == Losses(0.0, {})
+    assert parts == pytest.approx(whole, rel=1e-6)
+    assert evaluate(engine, [], seq_len=LENGTH, buckets=2) == {"loss": 0.0}
 
 
 def test_weighted_mean_of_parts():
-    web, code = Losses(3.0, {"1-9": 3.5, "10-19": 2.5}), Losses(1.0, {"1-9": 1.5})
-    both = weighted([(web, 0.75), (code, 0.25)])
-    assert both.loss == 2.5
-    assert both.by_context == {"1-9": 3.0, "10-19": 2.5}
+    web, code = {"loss": 3.0, "loss_at/1-9": 3.5, "loss_at/10-19": 2.5}, {"loss": 1.0, "loss_at/1-9": 1.5}
+    record = validation_record({"web": (web, 0.75), "code": (code, 0.25)})
+    assert record == {
+        **{"validation_loss": 2.5, "validation_loss_at/1-9": 3.0, "validation_loss_at/10-19": 2.5},
+        **{"validation_loss/web": 3.0, "validation_loss/code": 1.0, "validation_perplexity": np.exp(2.5)},
+        **{"validation_perplexity/web": np.exp(3.0), "validation_perplexity/code": np.exp(1.0)},
+    }

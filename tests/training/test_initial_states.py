@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,14 +172,9 @@ class TestOneRank:
         self, kind: str, noise: float | None = None, share: float = 0.0, micro_batch: int = 2
     ) -> InitialStates:
         model = DeltaProductForCausalLM(small_config("gated_delta_product", backend="chunk"))
-        states = InitialStates(
-            kind,
-            noise=noise,
-            zero_fraction=share,
-            seed=5,
-            sampler=BatchSampler(64, micro_batch),
-            engine=OneRank(model),
-        )
+        trainer = SimpleNamespace(state_noise=noise or "fitted", zero_state_share=share)
+        states = InitialStates(SimpleNamespace(initial_states=kind, seed=5, trainer=trainer))
+        states.connect(BatchSampler(64, micro_batch), OneRank(model))
         self.begin(states, 0)
         assert model.training
         return states

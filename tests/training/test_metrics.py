@@ -15,7 +15,7 @@ from tqdm import tqdm
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
 from fla_train.training.log import Console, MetricsFile, RunLogger, Tensorboard, open_sinks
-from fla_train.training.metrics import checkpoint_seconds, last_value, plot_losses, resumed_at
+from fla_train.training.metrics import last_value, plot_losses, resumed_at
 from fla_train.training.model import model_card
 from fla_train.training.run_folder import RunFolder
 from fla_train.training.trainer import readable_late
@@ -45,19 +45,6 @@ def test_the_last_finite_losses_are_found(tmp_path: Path):
     rows = [{"step": 1, "loss": 3.0}, {"step": 1, "validation_loss": 2.5}, {"step": 2, "loss": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert (last_value(path, "loss"), last_value(path, "validation_loss")) == (3.0, 2.5)
-
-
-def test_checkpoints_are_set_against_the_time_of_training(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    rows = [
-        {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
-        {"step": 1, "tokens": 100, "checkpoint_stall_s": 0.25},
-        {"step": 3, "tokens": 300, "tokens_per_second": 100.0},
-        {"step": 3, "tokens": 300, "validation_loss": 1.0},
-        {"step": 3, "tokens": 300, "checkpoint_stall_s": 0.75},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert checkpoint_seconds(path) == (1.0, 4.0)
 
 
 def test_several_runs_are_drawn_in_one_figure(tmp_path: Path):

@@ -9,7 +9,6 @@ import pytest
 
 from fla_train.utils import filesystem
 from fla_train.utils.filesystem import (
-    halves_of,
     move_folder,
     remove_folder,
     replaced_folder,
@@ -31,7 +30,7 @@ def contents(parent: Path) -> dict[str, str]:
 def test_no_two_writers_share_a_half_written_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines may write one file of a shared disk at the same time."""
     file, halves = tmp_path / "file", []
-    monkeypatch.setattr(filesystem, "sync", lambda _: halves.extend(halves_of(file)))
+    monkeypatch.setattr(filesystem, "sync", lambda _: halves.extend(tmp_path.glob("file.*.tmp")))
     for content in ("one", "two"):
         write_whole(file, content)
     assert len(halves) == len(set(halves)) == 2

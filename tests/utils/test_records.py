@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fla_train.training.log import MetricsFile
-from fla_train.training.metrics import checkpoint_seconds, last_value, plot_losses, resumed_at
+from fla_train.training.metrics import last_value, plot_losses, resumed_at
 from fla_train.utils.records import read_metrics
 
 DAMAGED = {
@@ -53,9 +53,8 @@ def test_only_the_damaged_line_is_lost(
 
 def test_a_renamed_key_does_not_end_the_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    damaged = line(2, loss=1.0, tokens_per_second=4.0).replace(b"tokens", b"tokems", 1)
-    path.write_bytes(line(1, loss=2.0, tokens_per_second=4.0) + b"\n" + damaged + b"\n")
-    assert checkpoint_seconds(path) == (0.0, 2.0)
+    damaged = line(2, loss=1.0).replace(b"tokens", b"tokems", 1)
+    path.write_bytes(line(1, loss=2.0) + b"\n" + damaged + b"\n")
     plot_losses([tmp_path], tmp_path / "loss.png")
 
 

@@ -23,21 +23,14 @@ class BadSteps(Callback):
         max_grad_norm: larger gradients are scaled down to this norm; 0: never.
         spike_deviations: skip a step whose loss is more than this many standard deviations above the running
             mean of the applied steps, after WINDOW applied steps; 0: never.
-        statistics: count, mean and variance of earlier losses.
     """
 
     name = "bad_steps"
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        max_grad_norm: float,
-        spike_deviations: float = 0.0,
-        statistics: Sequence[float] = (0.0, 0.0, 0.0),
-    ):
+    def __init__(self, device: torch.device, *, max_grad_norm: float, spike_deviations: float = 0.0):
         self._max_grad_norm, self._deviations = max_grad_norm, spike_deviations
-        self._seen = torch.tensor(statistics, dtype=torch.float64, device=device)
+        # Count, mean and variance of the losses of applied steps.
+        self._seen = torch.zeros(3, dtype=torch.float64, device=device)
 
     def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return the divisor of the gradients, and 1 if the step is to be skipped; fp32 scalars.

@@ -9,15 +9,12 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fla_train.data.sampler import Batch
-from fla_train.training import engine
 from fla_train.training.callback import Callback
 from fla_train.training.engine import gradients_of
 from fla_train.utils.random_states import differing, random_states, set_random_states
@@ -126,14 +123,14 @@ class CudaGraphPass:
         states = random_states()
         for _ in range(2):
             gradients_of(self._module, leaves, arguments, bf16=self._bf16)
-        before, waits = random_states(), None
+        before, waits = random_states(), False
         try:
             with waiting_forbidden(device):
                 gradients_of(self._module, leaves, arguments, bf16=self._bf16)
         except RuntimeError as error:
             if WAITED not in str(error):
                 raise
-            waits = f"waits for the GPU in {location_of(error)}"
+            waits = True
         drawn = differing(before, random_states())
         set_random_states(states)
         recomputed = any(
@@ -144,8 +141,8 @@ class CudaGraphPass:
                 "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
                 "others: set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
             )
-        if waits is not None:
-            return waits
+        if waits:
+            return "waits for the GPU, for example to read a value"
         if drawn - {"cuda"}:
             return "draws random numbers on the host"
         if any(leaf.grad is not None for leaf in leaves.values()):
@@ -203,14 +200,3 @@ def waiting_forbidden(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-
-
-def location_of(error: Exception) -> str:
-    """Return file and line of the model's code that raised an error in a pass."""
-    library = Path(torch.__file__).parent
-    frames = [
-        frame for frame in extract_tb(error.__traceback__) if library not in Path(frame.filename).parents
-    ]
-    if not frames or Path(frames[-1].filename) in (Path(__file__), Path(engine.__file__)):
-        return "its backward pass"
-    return f"{frames[-1].filename}, line {frames[-1].lineno}"

@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from operator import add
@@ -23,7 +22,7 @@ from fla_train.tasks.config import is_own
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.callback import Callback
 from fla_train.training.checkpoint import folder_name
-from fla_train.training.metrics import checkpoint_seconds, last_value
+from fla_train.training.metrics import last_value
 from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.utils.filesystem import reason, write_whole
@@ -101,25 +100,12 @@ class TextEvaluation(Evaluation):
         limit = max(1, settings.eval_tokens // len(self._components) // settings.seq_len)
         results = {}
         for name, (sequences, weight) in self._components.items():
-            batches = sequential_batches(
-                sequences,
-                settings.micro_batch_size,
-                limit=limit,
-                rank=mesh.data_rank,
-                world=mesh.data_world,
-            )
-            result = evaluate(
-                self.trainer.engine,
-                self._on_device(batches, step),
-                seq_len=settings.seq_len,
-                buckets=settings.eval_buckets,
-                token_sizes=self._token_sizes,
-            )
-            results[name] = result, weight
-        record = _text_record(results)
-        if settings.eval_buckets > 1:
-            by_context = weighted(list(results.values())).by_context
-            record |= {f"validation_loss_at/{key}": loss for key, loss in by_context.items()}
+            ranks = {"rank": mesh.data_rank, "world": mesh.data_world}
+            batches = sequential_batches(sequences, settings.micro_batch_size, limit=limit, **ranks)
+            options = {"seq_len": settings.seq_len, "buckets": settings.eval_buckets}
+            options["token_sizes"] = self._token_sizes
+            results[name] = evaluate(self.trainer.engine, self._on_device(batches, step), **options), weight
+        record = validation_record(results)
         return record, _text_line(record)
 
     def _on_device(self, batches: Iterable[Tensor | Batch], step: int) -> Iterator[Batch]:
@@ -144,11 +130,6 @@ class TextEvaluation(Evaluation):
             )
         if entropy is not None:
             lines.append(f"  unigram entropy   {entropy:.4f} (of the token frequencies of the same split)")
-        stalled, trained = checkpoint_seconds(folder.metrics)
-        if trained:
-            lines.append(
-                f"  time              {trained:.0f} s; {stalled / trained:.2%} more waited for checkpoints"
-            )
         checkpoint = _option("checkpoint", folder.export(state.step))
         return [
             *lines,
@@ -253,32 +234,22 @@ def _option(key: str, path: Path) -> str:
     return shlex.quote(f"{key}={path}")
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Hold mean losses in nats per target token over all ranks.
-
-    Attributes:
-        loss: mean over all targets.
-        by_context: {"first-last": loss} of the targets that follow first to last tokens of their row or
-            document; a bucket without targets is left out.
-        bits_per_byte: bits per byte of the targets' text; None if its bytes are unknown.
-    """
-
-    loss: float
-    by_context: dict[str, float]
-    bits_per_byte: float | None = None
-
-
 @torch.no_grad()
 def evaluate(
     engine, batches: Iterable[Batch], *, seq_len: int, buckets: int, token_sizes: Tensor | None = None
-) -> Losses:
+) -> dict[str, float]:
     """Evaluate this rank's batches on the engine's device. Ranks may have different numbers of batches.
 
     Args:
         seq_len: T, the longest context + 1.
         buckets: number of equal ranges into which contexts [1, T) are divided; at most T - 1.
         token_sizes: bytes of each token id, [ids] int64; None: unknown.
+
+    Returns:
+        loss: mean in nats per target token over all ranks.
+        bits_per_byte: bits per byte of the targets' text, if its bytes are known.
+        loss_at/FIRST-LAST: with several buckets, mean over the targets that follow FIRST to LAST tokens of
+            their row or document. A bucket without targets is left out.
     """
     buckets = min(buckets, seq_len - 1)
     device = engine.device
@@ -300,26 +271,33 @@ def evaluate(
             sums[2].index_add_(0, bucket, token_sizes.to(device)[batch.targets()[target]].double())
     engine.train()
     dist.all_reduce(sums)
-    total, targets, sizes = sums.tolist()
-    means = {
-        name: total[i] / targets[i] for i, name in enumerate(bucket_names(seq_len, buckets)) if targets[i]
-    }
-    bits = sum(total) / math.log(2) / sum(sizes) if sum(sizes) else None
-    return Losses(sum(total) / max(1.0, sum(targets)), means, bits)
+    (total, targets, sizes), result = sums.tolist(), {}
+    result["loss"] = sum(total) / max(1.0, sum(targets))
+    if any(sizes):
+        result["bits_per_byte"] = sum(total) / math.log(2) / sum(sizes)
+    names = bucket_names(seq_len, buckets) if buckets > 1 else ()
+    return result | {f"loss_at/{name}": total[i] / targets[i] for i, name in enumerate(names) if targets[i]}
 
 
-def _text_record(results: Mapping[str, tuple[Losses, float]]) -> Record:
-    """Return loss, perplexity and bits per byte: the weighted mean, and those of each named component."""
-    mean = weighted(list(results.values()))
-    record: Record = {"validation_loss": mean.loss, "validation_perplexity": perplexity(mean.loss)}
-    if mean.bits_per_byte is not None:
-        record["validation_bits_per_byte"] = mean.bits_per_byte
-    for name, (component, _) in results.items():
+def validation_record(components: Mapping[str, tuple[Mapping[str, float], float]]) -> Record:
+    """Return the weighted mean of `evaluate` over a mixture's components, and the results of each.
+
+    Args:
+        components: name ("" without a mixture) -> result of `evaluate` and weight.
+    """
+
+    def mean(key: str) -> float:
+        known = [(result[key], weight) for result, weight in components.values() if key in result]
+        return sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
+
+    keys = dict.fromkeys(key for result, _ in components.values() for key in result)
+    record: Record = {f"validation_{key}": mean(key) for key in keys}
+    record["validation_perplexity"] = perplexity(record["validation_loss"])
+    for name, (result, _) in components.items():
         if name:
-            record[f"validation_loss/{name}"] = component.loss
-            record[f"{COMPONENT_PERPLEXITY}{name}"] = perplexity(component.loss)
-            if component.bits_per_byte is not None:
-                record[f"validation_bits_per_byte/{name}"] = component.bits_per_byte
+            values = result | {"perplexity": perplexity(result["loss"])}
+            shown = {key: value for key, value in values.items() if not key.startswith("loss_at/")}
+            record |= {f"validation_{key}/{name}": value for key, value in shown.items()}
     return record
 
 
@@ -347,19 +325,6 @@ def bucket_names(seq_len: int, buckets: int) -> list[str]:
     """Return the contexts of each bucket, such as `1-255`: context c is in bucket floor(c buckets / T)."""
     firsts = [max(1, -(-i * seq_len // buckets)) for i in range(buckets + 1)]
     return [f"{first}-{after - 1}" for first, after in pairwise(firsts)]
-
-
-def weighted(components: Sequence[tuple[Losses, float]]) -> Losses:
-    """Return the weighted mean over components of a mixture. The weights add up to 1."""
-    by_context: dict[str, float] = {}
-    for name in dict.fromkeys(name for losses, _ in components for name in losses.by_context):
-        known = [
-            (losses.by_context[name], weight) for losses, weight in components if name in losses.by_context
-        ]
-        by_context[name] = sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known)
-    counted = all(losses.bits_per_byte is not None for losses, _ in components)
-    bits = sum(losses.bits_per_byte * weight for losses, weight in components) if counted else None
-    return Losses(sum(losses.loss * weight for losses, weight in components), by_context, bits)
 
 
 def _context(batch: Batch) -> Tensor:

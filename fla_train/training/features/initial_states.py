@@ -9,7 +9,7 @@ None of these states has a gradient. Rows are numbered over all ranks, in the or
 state depends neither on the number of ranks nor on the micro-batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.data.sampler import Batch, BatchSampler, send
+from fla_train.models.build import build_model_config, is_zoo
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
@@ -29,30 +30,55 @@ MEMORY = 0.99
 
 
 class InitialStates(Callback):
-    """Keep the states of this rank's rows from step to step.
-
-    Args:
-        source: "passing", "noise" or "contiguous".
-        noise: standard deviation of the noise; None: mean and deviation of each head's final states.
-        zero_fraction: fraction of rows that start from zero at each step; ignored by "contiguous".
-        sampler: assigns the rows of a step to ranks.
-        engine: DeepSpeed's engine.
-    """
+    """Keep the states of this rank's rows from step to step, as the keys above of a resolved config say."""
 
     name = "initial_states"
     changes_in_place = True
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        noise: float | None,
-        zero_fraction: float,
-        seed: int,
-        sampler: BatchSampler,
-        engine,
-    ):
-        self._source, self._noise, self._zero_fraction, self._seed = source, noise, zero_fraction, seed
+    def __init__(self, config: TrainConfig):
+        self._source, self._seed = config.initial_states, config.seed
+        self._noise, self._zero_fraction = config.trainer.state_noise, config.trainer.zero_state_share
+
+    def check(self, config: TrainConfig) -> Iterator[str]:
+        if is_zoo(config.model):  # not supported; the table of conflicts says so
+            return
+        settings = build_model_config(config.model)
+        setting = "data.contiguous" if self._source == "contiguous" else "trainer.initial_state"
+        if "linear_attention" not in settings.layer_types:
+            yield f"{setting} has no effect without linear_attention layers: leave it at its default"
+        if settings.mixer is None:
+            return
+        from fla_train.models.mixers.delta_product import DeltaProductMixer  # imports the models: seconds
+        from fla_train.models.mixers.registry import linear_mixer, takes_cache
+
+        mixer = linear_mixer(settings)
+        packed = config.task is None and config.data.document_boundaries
+        if not takes_cache(mixer):
+            yield (
+                f"{setting} is not supported with the mixer {settings.mixer}, which keeps no states: "
+                "leave it at its default, or give its forward the parameter cache (docs/mixers.md)"
+            )
+        elif packed and not issubclass(mixer, DeltaProductMixer):
+            yield (
+                f"{setting} and data.document_boundaries are not supported together with the mixer "
+                f"{settings.mixer}: set one of them to its default"
+            )
+
+    def memory(self, config: TrainConfig) -> int:
+        """Return the bytes of this rank's rows of a step and of one more micro-batch."""
+        model = build_model_config(config.model)
+        layers = model.layer_types.count("linear_attention")
+        row = 4 * layers * model.value_heads * model.head_dim * model.head_v_dim
+        return row * config.trainer.micro_batch_size * (config.num_accumulated + 1)
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        self.connect(trainer.batches, trainer.engine)
+        if trainer.model.config.attention_layers:
+            trainer.log("states       attention layers carry nothing: they see their own sequence only")
+
+    def connect(self, sampler: BatchSampler, engine) -> None:
+        """Set the assignment of a step's rows to ranks, and DeepSpeed's engine."""
         self._engine, self._device, self._sampler = engine, engine.device, sampler
         # Row numbers of each rank, [accumulation x micro_batch], in the order in which the rank keeps them.
         ranks = range(sampler.world)
@@ -63,23 +89,6 @@ class InitialStates(Callback):
         self._sums = self._moments = torch.empty(0)  # [3, heads of all states]: count, sum, sum of squares
         # One object for each micro-batch. The objects never change.
         self._passes: list[CarriedStates] = []
-
-    @classmethod
-    def of_run(cls, config: TrainConfig, sampler: BatchSampler, engine) -> "InitialStates":
-        trainer = config.trainer
-        return cls(
-            config.initial_states,
-            noise=None if trainer.state_noise == "fitted" else float(trainer.state_noise),
-            zero_fraction=trainer.zero_state_share,
-            seed=config.seed,
-            sampler=sampler,
-            engine=engine,
-        )
-
-    def attach(self, trainer) -> None:
-        super().attach(trainer)
-        if trainer.model.config.attention_layers:
-            trainer.log("states       attention layers carry nothing: they see their own sequence only")
 
     def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
         """Compute the states from which the rows of optimizer step `step` (from 1) start."""
@@ -234,7 +243,7 @@ class InitialStates(Callback):
         mean = total / count.clamp(min=1e-30)
         deviation = (squares / count.clamp(min=1e-30) - mean.square()).clamp(min=0).sqrt()
         for state, heads in self._heads().values():
-            if self._noise is not None:
+            if self._noise != "fitted":  # otherwise mean and deviation of each head's final states
                 state.mul_(self._noise)
                 continue
             shape = (1, -1, *[1] * (state.ndim - 2))
