@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import pytest
 
 from fla_train.training import async_writer, checkpoint
 from fla_train.training.async_writer import AsyncWriter, Job, WriteFailed
-from fla_train.utils import filesystem
 
 STATE = b'{"step": 3, "tokens": 30}'
 
@@ -123,17 +122,3 @@ def test_it_starts_without_torch():
     code = "import sys, fla_train.training.async_writer; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_a_reason_is_the_systems_word(tmp_path: Path):
-    def fail(outer: Callable[[], Exception]) -> Exception:
-        try:
-            try:
-                (tmp_path / "none").read_bytes()
-            except OSError:
-                raise outer()  # noqa: B904
-        except Exception as failure:
-            return failure
-
-    assert filesystem.reason(fail(lambda: RuntimeError("unexpected pos"))) == "No such file or directory"
-    assert filesystem.reason(RuntimeError("two\n lines")) == "two lines"

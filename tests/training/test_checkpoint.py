@@ -6,14 +6,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import CheckpointStore
-from fla_train.training.load_checkpoint import load_checkpoint
 from fla_train.utils import filesystem
 
 WEIGHTS = "deepspeed/mp_rank_00_model_states.pt"
@@ -247,17 +244,3 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_pruning(tmp_path: Pat
     monkeypatch.setattr(checkpoint, "remove_folder", refuse)
     assert first.name in CheckpointStore(tmp_path).prune(newest, keep=1)
     assert first.exists() and newest.exists() and not second.exists()
-
-
-def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Engine:
-        checkpoint_engine, optimizer = None, SimpleNamespace(param_groups=[])
-
-        def load_checkpoint(self, *arguments: object, **options: object) -> None:
-            torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(3, 2).state_dict())
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    with pytest.raises(
-        ValueError, match=r"^\S+step-0000003 is of another model: size mismatch for weight.*$"
-    ):
-        load_checkpoint(Engine(), make(tmp_path, 3))

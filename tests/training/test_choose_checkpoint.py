@@ -1,9 +1,5 @@
 """All ranks agree on the checkpoint to start from and on the config."""
 
-import errno
-import io
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +11,6 @@ from warm_ranks import WarmRanks
 
 from fla_train.training import resume
 from fla_train.training.config import TrainConfig
-from fla_train.training.log import log
 from fla_train.training.resume import agree_on_checkpoint, check_config_consistency
 from fla_train.training.run_folder import RunFolder
 
@@ -73,12 +68,3 @@ def test_what_differs_between_machines_is_named(
     found = warm_ranks.run(2, _check, make_config("launch.device=cpu"), tmp_path, differ)
     expected = "the machines differ in seed, the checkpoint to resume: give the same command on each"
     assert found == 2 * [expected if differ else ""]
-
-
-def test_a_terminal_that_has_gone_does_not_keep_a_run_from_starting(monkeypatch: pytest.MonkeyPatch):
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(sys, "stdout", Gone())
-    log("restart")

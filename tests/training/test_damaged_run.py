@@ -1,7 +1,6 @@
 """A finished run whose files were damaged since: the same command mends what it can, and drops nothing."""
 
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,16 +48,3 @@ def test_the_same_command_mends_a_finished_run(
     weights.unlink()
     warm_ranks.launch(config)
     assert weights.read_bytes() == expected
-
-
-def test_files_of_runs_and_data_are_as_readable_as_the_umask_says(
-    make_config: Callable[..., TrainConfig], whole: Path
-) -> None:
-    probe = whole / "probe"
-    probe.touch()
-    expected = stat.S_IMODE(probe.stat().st_mode)
-    probe.unlink()
-    places = [whole, Path(make_config().data.cache_dir)]
-    modes = {p: stat.S_IMODE(p.stat().st_mode) for place in places for p in place.rglob("*") if p.is_file()}
-    assert len(modes) > 20
-    assert {path: oct(mode) for path, mode in modes.items() if mode != expected} == {}

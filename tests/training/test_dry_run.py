@@ -8,9 +8,7 @@ import pytest
 
 import fla_train
 from fla_train.data.config import TokenizerConfig
-from fla_train.data.prepare import prepare
 from fla_train.data.tokenizers import load_tokenizer
-from fla_train.training.resolve import resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -45,14 +43,6 @@ def test_the_first_document_and_the_tokenizer_are_read(corpus: Path, capsys, mon
         plan(capsys, *given)
 
 
-def test_few_held_out_documents_are_said(corpus: Path, capsys):
-    own = ["data=local", f"data.path={corpus}", "data.text_column=content", "data.tokenizer.name=bytes"]
-    own += ["data.validation_fraction=0.1", "trainer.seq_len=16", "trainer.global_batch_tokens=auto"]
-    prepared = prepare(fla_train.compose(*own).data, log=lambda line: None, progress=False)
-    documents = prepared.manifest["splits"]["validation"]["documents"]
-    assert 0 < documents < 20 and f"validation has {documents} documents" in plan(capsys, *own)
-
-
 def test_machines_that_are_not_here(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ["model=gated_delta_product/1.3b", "data=fineweb", "data.max_tokens=100000000000"]
@@ -64,25 +54,3 @@ def test_machines_that_are_not_here(capsys, monkeypatch):
         assert "cuda, bf16" in text and "prepared tokens 200.00 GB" in text and "fits 80 GB: yes" in text
         hours.append(float(re.search(r"= ([\d.]+) hours on 16 GPU", text)[1]))
     assert hours[0] == pytest.approx(2 * hours[1], abs=0.11)
-
-
-def test_the_costs_in_the_docs_are_those_of_the_plan():
-    page = (DOCS / "fineweb.md").read_text().replace("\\\n", "").partition("## Cost")[2]
-    rows = re.findall(r"^\|[^|]+\|[^|]+\| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
-    commands = re.findall(r"^fla-train (.*)", page.partition("```sh")[2].partition("```")[0], re.M)
-    recipes = re.findall(r"^\| `([\w.]+)` .* \| ([\d.]+) B \| (\d+) \|$", page, re.M)
-    assert len(rows) == len(commands) == 4 and len(recipes) == 5
-    for command, row in zip(commands, rows, strict=True):
-        made = resolve(fla_train.compose(*command.split(), *EIGHT))
-        sizes = made.tokens / 1e9, made.hours, made.gpu_hours, made.data_bytes / 1e9, made.run_bytes / 1e9
-        assert [float(text) for text in row] == [round(sizes[0], 2 if sizes[0] < 10 else 1), *rounded(sizes)]
-    for name, *row in recipes:
-        made = resolve(fla_train.compose(f"experiment=paper/{name}", *EIGHT))
-        assert [float(text) for text in row] == [round(made.tokens / 1e9, 1), round(made.gpu_hours)]
-
-
-EIGHT = ("launch.device=cuda", "launch.num_processes=8", "trainer.precision=bf16", "dry_run=true")
-
-
-def rounded(sizes: tuple[float, ...]) -> list[float]:
-    return [round(sizes[1], 1), *map(round, sizes[2:])]

@@ -43,14 +43,3 @@ def test_a_number_that_is_an_interpolation_is_refused(make_config: Make, tmp_pat
     with pytest.raises(ValueError, match=r"config\.yaml is no config of this version") as refused:
         load_config(path)
     assert "hunter2" not in str(refused.value)
-
-
-def test_your_own_overrides_still_interpolate(make_config: Make):
-    assert make_config(f"logger.wandb.project={ATTACK}").logger.wandb.project == "hunter2"
-
-
-def test_a_config_that_is_no_text_is_named(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_bytes(b"seed: \xff")
-    with pytest.raises(ValueError, match=r"config\.yaml"):
-        load_config(path)

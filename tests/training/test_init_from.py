@@ -1,6 +1,5 @@
 """`init_from`: continued pretraining and fine-tuning from the weights of a run, an export or the Hub."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,26 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import WarmRanks
 
 from fla_train.hub.convert import convert_export
 from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig
-from fla_train.training.launch import launch
 from fla_train.training.model import architecture, build_model, check_initial_weights
 from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
-
-
-@pytest.fixture(scope="module")
-def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text that `corpus` does not hold: digits."""
-    folder = tmp_path_factory.mktemp("digits")
-    texts = [" ".join(str((7 * n + k) % 100) for k in range(60)) for n in range(200)]
-    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return folder
 
 
 def losses(run: Path) -> list[float]:
@@ -49,28 +37,6 @@ def test_pretraining_continues_on_the_weights_of_a_run(
     assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(whole)
     (card,) = run.glob("hf/*/README.md")
     assert f"| initial weights | {whole.name} |" in card.read_text()
-
-
-def test_no_optimizer_state_comes_along(
-    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
-):
-    """A learning rate of 0 leaves the weights as they were: the schedule and step counts begin anew."""
-    run = tmp_path / "run"
-    more = ["optimizer.lr=0", "trainer.max_steps=1", "launch.device=cpu", "trainer.precision=fp32"]
-    warm_ranks.launch(make_config(f"run.dir={run}", f"init_from={whole}", *more))
-    before, after = (AutoModelForCausalLM.from_pretrained(next(r.glob("hf/step-*"))) for r in (whole, run))
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(tensor, after.state_dict()[name]), name
-
-
-def test_fine_tuning_on_other_text_with_two_ranks(
-    make_config: Make, warm_ranks: WarmRanks, whole: Path, other_text: Path, tmp_path: Path
-):
-    run = tmp_path / "run"
-    more = [f"data.path={other_text}", "data.document_boundaries=true", "optimizer.lr=3e-2"]
-    config = make_config(*TWO_RANKS, f"run.dir={run}", f"init_from={whole}", *more, "trainer.log_every=1")
-    warm_ranks.launch(config)
-    assert losses(run)[-1] < losses(run)[0] - 0.5
 
 
 def test_weights_of_the_hub(
@@ -120,13 +86,3 @@ def test_what_does_not_fit_is_one_line(make_config: Make, whole: Path, override:
     with pytest.raises(ValueError, match=message) as caught:
         check_initial_weights(make_config(f"init_from={whole}", override))
     assert "\n" not in str(caught.value)
-
-
-def test_a_dry_run_refuses_what_the_run_would(make_config: Make, whole: Path):
-    with pytest.raises(ValueError, match=r"model.num_householder=3"):
-        launch(make_config(f"init_from={whole}", "model.num_householder=3", "dry_run=true"))
-
-
-def test_what_may_differ(make_config: Make, whole: Path):
-    for free in ("model.max_position_embeddings=64", "model.scale_output_init=true"):
-        check_initial_weights(make_config(f"init_from={whole}", free))

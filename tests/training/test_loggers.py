@@ -2,13 +2,10 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from fla_train.training.log import Wandb
 from fla_train.training.resolve import resolve
-from fla_train.training.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -33,12 +30,6 @@ def test_a_missing_package_is_named_before_data_are_prepared(
     assert not cache.exists() and not folder.exists()
 
 
-def test_what_is_not_asked_for_may_be_missing(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("wandb", "tensorboard"):
-        monkeypatch.setitem(sys.modules, package, None)
-    resolve(make_config("logger=none"))
-
-
 def test_a_folder_that_wandb_has_written_is_not_the_package(
     make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,18 +39,3 @@ def test_a_folder_that_wandb_has_written_is_not_the_package(
     monkeypatch.setattr(sys, "path_importer_cache", {})
     with pytest.raises(ValueError, match="pip install wandb"):
         resolve(make_config("logger=wandb"))
-
-
-def test_wandb_is_told_whose_run_it_is(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict = {}
-
-    def init(**settings: object) -> SimpleNamespace:
-        given.update(settings)
-        return SimpleNamespace(id="1")
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Exception))
-    wandb = "logger.wandb"
-    config = make_config("logger=wandb", f"{wandb}.entity=us", f"{wandb}.group=sizes", f"{wandb}.tags=[a,b]")
-    Wandb(config.logger, RunFolder(tmp_path), {}, None)
-    told = {key: given[key] for key in ("mode", "entity", "group", "tags")}
-    assert told == {"mode": "online", "entity": "us", "group": "sizes", "tags": ["a", "b"]}

@@ -1,7 +1,5 @@
-import errno
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,13 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from test_checkpoint_manager import file_size_limit
-from tqdm import tqdm
 
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.log import Console, MetricsFile, RunLogger, Tensorboard, open_sinks
-from fla_train.training.metrics import last_value, plot_losses, resumed_at
-from fla_train.training.model import model_card
+from fla_train.training.log import MetricsFile, RunLogger, Tensorboard, open_sinks
 from fla_train.training.run_folder import RunFolder
 from fla_train.training.trainer import readable_late
 from fla_train.utils.records import read_metrics
@@ -38,59 +33,6 @@ def test_a_resumed_run_drops_later_records_and_a_torn_line(tmp_path: Path):
     metrics.close()
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert read_metrics(path)[-1]["loss"] == 1.0
-
-
-def test_the_last_finite_losses_are_found(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    rows = [{"step": 1, "loss": 3.0}, {"step": 1, "validation_loss": 2.5}, {"step": 2, "loss": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (last_value(path, "loss"), last_value(path, "validation_loss")) == (3.0, 2.5)
-
-
-def test_several_runs_are_drawn_in_one_figure(tmp_path: Path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "metrics.jsonl", range(1, 5))
-    one = plot_losses([tmp_path / "a"], tmp_path / "plots" / "one.png")
-    two = plot_losses([tmp_path / "a", tmp_path / "b"], tmp_path / "plots" / "two.png")
-    assert one.read_bytes().startswith(b"\x89PNG")
-    assert one.read_bytes() != two.read_bytes()
-
-
-def test_a_run_is_named_from_within_its_folder(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run, names, drawn = tmp_path / "run", [], tmp_path / "drawn.png"
-    run.mkdir()
-    write(run / "metrics.jsonl", range(1, 5))
-    named = plot_losses([run], drawn).read_bytes()
-    wandb = SimpleNamespace(init=lambda **given: SimpleNamespace(id=names.append(given["name"])))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.chdir(run)
-    assert plot_losses([Path(".")], drawn).read_bytes() == named
-    config, folder = make_config("logger=default", "logger.wandb.mode=online"), RunFolder(Path("."))
-    open_sinks(config, folder, TrainState(), print)
-    data = SimpleNamespace(manifest={"source": {"kind": "local"}, "tokenizer": {"name": "bytes"}})
-    assert [*names, model_card(config, data, folder, TrainState()).name] == ["run", "run"]
-
-
-def test_resumes_are_marked_once_each(tmp_path: Path):
-    write(tmp_path / "metrics.jsonl", range(1, 9))
-    plain = plot_losses([tmp_path], tmp_path / "plain.png").read_bytes()
-    assert resumed_at(tmp_path) == []
-    for name in ("config.yaml", "environment.json"):
-        (tmp_path / name).touch()
-    for step in (0, 3, 3, 5):
-        RunFolder(tmp_path).record_start(step, 8 * step, processes=1)
-    assert resumed_at(tmp_path) == [24, 40]
-    assert plot_losses([tmp_path], tmp_path / "marked.png").read_bytes() != plain
-    (tmp_path / "file").touch()
-    RunFolder(tmp_path / "file").record_start(1, 8, processes=1)  # what can't be written is left out
-
-
-def test_a_folder_without_losses_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="no run has loss"):
-        plot_losses([tmp_path], tmp_path / "out.png")
 
 
 def test_a_wandb_run_keeps_its_id_over_a_resume(
@@ -154,22 +96,6 @@ def test_a_run_does_not_need_wandb(
         open_sinks(config, folder, TrainState(), print)
 
 
-@pytest.mark.parametrize("step", [0, 3])
-def test_views_whose_folders_cannot_be_written_are_left_out(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, step: int, capsys: pytest.CaptureFixture
-):
-    """The real packages, each with a file where its folder should be."""
-    pytest.importorskip("wandb")
-    pytest.importorskip("tensorboard")
-    config = make_config("logger=default", "logger.wandb.mode=offline", "logger.tensorboard=true")
-    for name in ("wandb", "tensorboard"):
-        (tmp_path / name).touch()
-    (sink,) = open_sinks(config, RunFolder(tmp_path), TrainState(step=step), print)
-    assert sink.name == "metrics.jsonl"
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == ["W&B", "tensorboard"]
-
-
 def test_nothing_that_a_view_raises_ends_a_run(
     make_config: Callable[..., TrainConfig],
     tmp_path: Path,
@@ -227,31 +153,6 @@ def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_view
     assert [line.split(" (")[0] for line in told] == [
         f"step {step}: metrics.jsonl can't be written" for step in (2, 5)
     ]
-
-
-def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture):
-    class Gone(io.StringIO):
-        def __init__(self, terminal: bool):
-            super().__init__()
-            self.terminal = terminal
-
-        def isatty(self) -> bool:
-            return self.terminal
-
-        def write(self, text: str) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    record = {"step": 3, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0}
-    for terminal in (False, True):
-        stream = Gone(False)
-        console = Console(stream, total=9, done=0)
-        stream.terminal = terminal
-        if terminal:
-            console._bar = tqdm(total=9, file=stream, disable=False, delay=9)
-        console.line("a line")
-        console.progress(record)
-        console.close()
-        assert capsys.readouterr().out.startswith("a line\nstep 3/9  loss 1.0000")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,8 @@ from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig, load_config, to_config
-from fla_train.training.launch import launch
-from fla_train.training.model import build_model, check_initial_weights
+from fla_train.training.model import check_initial_weights
 from fla_train.training.resolve import resolve
-from fla_train.training.run_data import task_data
 from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
@@ -72,16 +70,3 @@ def test_documents_of_a_packed_row_are_kept_apart_or_refused(
     assert losses(tmp_path / "run")
     with pytest.raises(ValueError, match="not supported with mamba2"):
         resolve(make("model=hf/mamba2/tiny", "data.document_boundaries=true"))
-
-
-def test_a_task_sets_the_vocabulary_and_a_recipe_width_and_depth(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = ["experiment=state_tracking/s3", "scale=cpu", "model=hf/llama/tiny", "logger=none"]
-    plan = resolve(to_config(compose("train", recipe)))
-    config = plan.config
-    model = build_model(config, task_data(config.task, config.seed))
-    assert model.get_input_embeddings().weight.shape == (8, 64) and model.config.num_hidden_layers == 1
-    assert plan.parameters_held == sum(p.numel() for p in model.parameters())
-    launch(to_config(compose("train", [*recipe, "dry_run=true"])))
-    assert "FLOPs" in capsys.readouterr().out

@@ -122,20 +122,6 @@ def test_on_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None
     assert evaluate_expressivity(config)[1]["accuracy"]
 
 
-@pytest.mark.long
-def test_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
-    """Train on the example; the evaluation of the run needs the class by name."""
-    run, kind = tmp_path / "run", "brackets:Brackets"
-    register()
-    small = [setting for setting in SMALL if not setting.startswith(("task", "experiment", "scale"))]
-    train(to_config(compose("train", [*small, "task=brackets", f"run.dir={run}"], config_dir=".")))
-    config = EvalConfig(str(run), suite=SuiteConfig(name="expressivity", expressivity=ExpressivityConfig()))
-    with pytest.raises(ValueError, match=f"task={kind}"):
-        evaluate_expressivity(config)
-    config.suite.expressivity = ExpressivityConfig(lengths=[8], sequences=8, task=kind)
-    assert set(evaluate_expressivity(config)[1]["accuracy"]) == {"same", "longer", "length_8"}
-
-
 @pytest.mark.parametrize(
     "option",
     [

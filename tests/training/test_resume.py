@@ -15,7 +15,6 @@ from warm_ranks import WarmRanks
 from fla_train.training import checkpoint, run_folder
 from fla_train.training.config import TrainConfig
 from fla_train.training.launch import launch
-from fla_train.training.plan import read_plan
 from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.filesystem import describe
 from fla_train.utils.locks import locked
@@ -147,33 +146,3 @@ def test_a_resumed_run_decays_as_its_config_says(
         warm_ranks.launch(make_config(*common, run, *more))
         ends.append(weights(tmp_path / str(first)))
     assert ends[0] == ends[1]
-
-
-def test_a_run_that_goes_on_keeps_its_warmup(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, capfd: pytest.CaptureFixture
-):
-    """By default it is a share of trainer.max_steps, and that of more steps would lower the rate again."""
-
-    def planned(*options: str) -> str:
-        capfd.readouterr()
-        launch(make_config(*wsd, "dry_run=true", "trainer.max_steps=600", *options))
-        plan = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("schedule "))
-        return plan.rpartition(", ")[2]
-
-    wsd = ["schedule=wsd", "launch.device=cpu", "trainer.checkpoint_every=0", "trainer.eval_every=0"]
-    run = f"run.dir={tmp_path / 'run'}"
-    warm_ranks.launch(make_config(*wsd, run, "trainer.max_steps=20"))
-    for _ in range(2):
-        assert planned(run) == "1 warm-up steps"
-        warm_ranks.launch(make_config(*wsd, run, "trainer.max_steps=40"))
-        assert read_plan(tmp_path / "run/plan.json").config.schedule.warmup_steps == 1
-    assert "schedule.warmup_steps" not in capfd.readouterr().out
-    assert planned(run, "schedule.warmup_steps=7") == "7 warm-up steps"  # who asks for it gets it
-    assert planned(f"run.dir={tmp_path / 'fresh'}") == planned() == "30 warm-up steps"
-
-    trunk = tmp_path / "run/checkpoints/step-0000020"
-    branch = [f"run.dir={tmp_path / 'branch'}", f"trainer.resume={trunk}"]
-    assert planned(*branch) == "1 warm-up steps"
-    alone = shutil.copytree(trunk, tmp_path / "away/alone")
-    twig = [f"run.dir={tmp_path / 'twig'}", f"trainer.resume={alone}"]
-    assert planned(*twig) == "1 warm-up steps"  # the checkpoint itself records it

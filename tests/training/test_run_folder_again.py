@@ -85,34 +85,6 @@ def test_a_change_that_is_refused_prepares_nothing(
     assert code == 2 and named in said and "belongs to another run" in said
 
 
-def test_another_text_under_the_same_path_is_refused_before_it_is_tokenized(
-    run: Path, fla_train, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def prepare(*_: object, **__: object) -> None:
-        raise AssertionError("data were prepared")
-
-    monkeypatch.setattr("fla_train.training.resolve.prepare", prepare)
-    copied, text = shutil.copytree(run, tmp_path / "copy"), shutil.copytree(corpus, tmp_path / "text")
-    config = copied / "config.yaml"
-    config.write_text(config.read_text().replace(str(corpus), str(text)))
-    with (text / "documents.jsonl").open("a") as file:
-        file.write('{"text": "one more"}\n')
-    code, said = fla_train(f"run.dir={copied}", "trainer.max_steps=13")
-    assert code == 2 and "belongs to another run" in said
-
-
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run: Path, fla_train, warm_ranks: WarmRanks):
-    saved = checkpoint.CheckpointStore(run / "checkpoints").list()
-    assert len(saved) > 1
-    (saved[-1] / "state.json").write_text("")
-    with warm_ranks.as_workers():
-        code, said = fla_train(f"run.dir={run}", "trainer.max_steps=14")
-    assert code == 0, said
-    assert checkpoint.read_state(checkpoint.CheckpointStore(run / "checkpoints").list()[-1]).step == 14
-    records = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    assert records == sorted(set(records)) and records[-1] == 14
-
-
 def test_what_a_finished_run_was_not_trained_with_is_said(run: Path, fla_train):
     before = (run / "config.yaml").read_text()
     code, said = fla_train(f"run.dir={run}", "optimizer.lr=0.5")
@@ -128,18 +100,6 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(run: Path, fla_train, tmp_
     for place in ([], [f"trainer.resume={newest}"]):
         code, said = fla_train(f"run.dir={run}", *place, "trainer.max_steps=3")
         assert code == 2 and "trainer.max_steps=3" in said
-
-
-def test_a_dry_run_refuses_what_the_run_would(run: Path, fla_train):
-    code, said = fla_train(f"run.dir={run}", "optimizer=muon", "dry_run=true")
-    assert code == 2 and "optimizer.name=muon" in said
-
-
-def test_the_batch_stays_on_other_ranks(run: Path, fla_train, warm_ranks: WarmRanks):
-    """It was given as a number here; test_config.py has the number that auto was."""
-    with warm_ranks.as_workers():
-        code, said = fla_train(f"run.dir={run}", "launch.num_processes=1", "trainer.max_steps=13")
-    assert code == 0 and "1 process(es) x 4 micro-batch(es)" in said
 
 
 @pytest.mark.parametrize("place", ["hf/step-0000012", "checkpoints/step-0000012", "config.yaml"])

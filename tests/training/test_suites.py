@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from warm_ranks import WarmRanks
 
 from fla_train.training.features.suites import Suites
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.records import read_metrics
 
 EVALUATOR = """
 import json, os, sys, time
@@ -122,23 +120,6 @@ def test_stop_ends_the_evaluation(tmp_path: Path):
     process = run.suites._process
     run.suites.stop()
     assert process.poll() is not None and not run.records
-
-
-@pytest.mark.long
-def test_training_is_the_same_to_the_bit(make_config, warm_ranks: WarmRanks, tmp_path: Path):
-    """A run with suites has the losses and weights of a run without, although lm-eval sets seeds."""
-    options = ["suite.perplexity.lengths=[16,32]", "suite.perplexity.bucket=16"]
-    suite = ["trainer.suite_every=2", f"trainer.suite_options={json.dumps(options)}"]
-    losses, weights = {}, {}
-    for name, more in (("plain", []), ("suites", suite)):
-        run = tmp_path / name
-        warm_ranks.launch(make_config(f"run.dir={run}", "trainer.max_steps=5", "launch.device=cpu", *more))
-        records = read_metrics(run / "metrics.jsonl")
-        losses[name] = [record["loss"] for record in records if "loss" in record]
-        weights[name] = (run / "hf/step-0000005/model.safetensors").read_bytes()
-    assert weights["plain"] == weights["suites"] and losses["plain"] == losses["suites"]
-    results = [record for record in records if "evaluated_step" in record]
-    assert results[-1]["evaluated_step"] == 5 and "eval/validation/loss_16" in results[-1]
 
 
 def test_an_evaluation_ends_with_its_trainer(tmp_path: Path):

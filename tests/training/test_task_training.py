@@ -10,7 +10,7 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
-from fla_train.tasks import TaskConfig, curriculum_tasks, make_task, training_task
+from fla_train.tasks import curriculum_tasks, make_task, training_task
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch
 from fla_train.training.model import build_model
@@ -156,14 +156,6 @@ def test_a_target_takes_two_evaluations_in_a_row(
     assert not has_reached(config, RunFolder(tmp_path), 1)
 
 
-def test_evaluations_from_before_a_test_set_have_not_reached_its_mark(tmp_path: Path) -> None:
-    """A resume may bring a test set of which earlier evaluations say nothing."""
-    folder, config = RunFolder(tmp_path), TaskConfig(stop_at=[["new/accuracy", 0.9]])
-    records = [{"step": step, "validation_loss": 1.0, "old/accuracy": 1.0} for step in (1, 2)]
-    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert not has_reached(config, folder, 2)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_compose_and_hold_together(make, name: str) -> None:
     config = resolve(make(f"experiment={name}", "launch.device=cpu")).config
@@ -197,38 +189,6 @@ def test_faults(make, overrides: list[str], fault: str) -> None:
 def test_what_the_task_decides_is_refused(run_command, key: str) -> None:
     code, _, line = run_command("fla-train", "experiment=state_tracking/s3", "scale=cpu", key, "dry_run=true")
     assert code == 2 and key in line
-
-
-@pytest.mark.parametrize(
-    ("overrides", "count"),
-    [
-        (["task.options.group=Q8"], 1),
-        (["task.options.elements=abc", "trainer.micro_batch_size=8", "trainer.cuda_graph=true"], 1),
-        (["task.batch_size=12", "trainer.micro_batch_size=8"], 1),
-        (["trainer.micro_batch_size=0"], 1),
-        (["task.options.bos=maybe", "optimizer.lr=-1"], 2),
-    ],
-)
-def test_what_follows_from_a_fault_is_not_said(make, overrides: list[str], count: int) -> None:
-    """The run's sizes follow from its task: of one with a fault they are those of a run on text."""
-    with pytest.raises(ValueError) as caught:
-        launch(make(*SMALL, *overrides))
-    assert len(str(caught.value).splitlines()) == count, str(caught.value)
-
-
-def test_a_curriculum_that_leaves_no_step_is_warned_of(make, capsys: pytest.CaptureFixture[str]) -> None:
-    """It isn't refused: a run of 8 steps may be the first part of a longer one."""
-    for steps, warned in ((7, False), (8, True)):
-        launch(make(*SMALL, f"task.curriculum=[[3,{steps}]]", "dry_run=true"))
-        assert ("warning      no step trains on the whole task" in capsys.readouterr().out) is warned
-
-
-def test_text_that_a_task_does_not_read_is_named(make, capsys: pytest.CaptureFixture[str]) -> None:
-    for overrides in ([], ["data=local", "data.path=nowhere", "data.contiguous=true"]):
-        launch(make(*SMALL, *overrides, "dry_run=true"))
-        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-        named = [key for key in ("data.source", "data.contiguous") if any(key in line for line in said)]
-        assert len(named) == len(overrides[1:])
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba_signed"])

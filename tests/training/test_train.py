@@ -75,28 +75,6 @@ def test_a_request_that_cannot_work_starts_nothing(fla_train, tmp_path: Path, ov
     assert not run.exists()
 
 
-@pytest.mark.parametrize("sweep", [[], ["-m"]])
-def test_a_key_of_our_family_that_another_model_does_not_read(run_command: Command, sweep: list[str]):
-    words = [
-        "task=group_words",
-        "model=hf/llama/tiny",
-        "model.num_heads=2",
-        "+model.use_qk_norm=true",
-        "dry_run=true",
-    ]
-    fault = refused(run_command("fla-train", *sweep, *words))
-    assert "model.num_heads" in fault and "model.config" in fault
-
-
-def test_dry_run_prints_the_plan_and_stops(fla_train, tmp_path: Path):
-    code, stdout, _ = fla_train("dry_run=true", f"run.dir={tmp_path / 'run'}")
-    assert code == 0
-    for part in ("parameters", "3,072 = 12 steps x 256", "FLOPs", "memory", "4 micro-batch", str(tmp_path)):
-        assert part in stdout
-    assert "max_steps" not in stdout and "max_steps: 12" in fla_train("--cfg", "job")[1]
-    assert not (tmp_path / "run").exists()
-
-
 MIXTURE = "{a: {weight: 0.5, path: PATH}, b: {weight: 0.5, path: PATH}}"
 
 
