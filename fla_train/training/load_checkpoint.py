@@ -56,19 +56,14 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     those of `engine`, because a config may change them.
 
     Raises:
-        ValueError: it belongs to another model, or a file holds more than tensors and plain values.
+        ValueError: a file holds more than tensors and plain values.
+        RuntimeError: it belongs to another model.
     """
     saved = world_size(folder)
     same = saved == dist.get_world_size()
     settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    try:
-        with files_through(engine, SafeCheckpointEngine()):
-            path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
-    except RuntimeError as error:
-        heading, *keys = str(error).splitlines()
-        if "loading state_dict" not in heading:
-            raise
-        raise ValueError(f"{folder} is of another model: {keys[0].strip()}") from error
+    with files_through(engine, SafeCheckpointEngine()):
+        path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
     assert path is not None, f"DeepSpeed found nothing in {folder}"
     if not same:
         load_resharded_optimizer(engine, folder, saved)

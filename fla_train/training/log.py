@@ -17,8 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from tqdm import tqdm
-
 from fla_train.utils.filesystem import reason
 from fla_train.utils.ranks import is_first
 from fla_train.utils.records import Record, drop_records_after
@@ -28,7 +26,7 @@ if TYPE_CHECKING:  # they import torch
     from fla_train.training.config import LoggerConfig, TrainConfig
     from fla_train.training.run_folder import RunFolder
 
-PLAIN_INTERVAL = 5.0  # seconds between progress lines if there is no terminal
+PROGRESS_INTERVAL = 5.0  # seconds between lines of progress
 
 
 def log(text: str) -> None:
@@ -68,52 +66,31 @@ def log_both(console: TextIO, text: str) -> None:
 
 
 class Console:
-    """Show progress on rank 0: a bar on a terminal, otherwise plain lines, and plain lines in train.log."""
+    """Show lines and progress on rank 0, on the terminal and in train.log.
+
+    Args:
+        total, done: steps of the run, and those before this start.
+    """
 
     def __init__(self, stream: TextIO, *, total: int, done: int):
         self._stream, self._total = stream, total
         self._start, self._first = time.monotonic(), done
         self._last_line = float("-inf")
-        self._bar = None
-        if stream.isatty():
-            self._bar = tqdm(total=total, initial=done, file=stream, unit="step", dynamic_ncols=True)
 
     def line(self, text: str) -> None:
-        """Print a separate line above the bar."""
-        _print(text, sys.stdout)
-        if self._bar is None:
-            _print(text, self._stream)
-        else:
-            with suppress(OSError):
-                self._bar.write(text, file=self._stream)
+        log_both(self._stream, text)
 
     def progress(self, record: Record) -> None:
-        """Show one training record."""
-        step = int(record["step"])
-        if self._bar is not None:
-            self._bar.n = step
-            with suppress(OSError):
-                self._bar.set_postfix_str(
-                    f"loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=True
-                )
-        now = time.monotonic()
-        if now - self._last_line >= PLAIN_INTERVAL or step == self._total:
-            self._last_line = now
-            streams = [sys.stdout] if self._bar is not None else [sys.stdout, self._stream]
-            _print(self._plain(record, now), *streams)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            with suppress(OSError):
-                self._bar.close()
-
-    def _plain(self, record: Record, now: float) -> str:
-        step = int(record["step"])
+        """Show one training record, at most one each PROGRESS_INTERVAL and the last."""
+        step, now = int(record["step"]), time.monotonic()
+        if now - self._last_line < PROGRESS_INTERVAL and step < self._total:
+            return
+        self._last_line = now
         remaining = (now - self._start) / max(1, step - self._first) * (self._total - step)
-        utilisation = f"MFU {record['mfu']:.1%}  " if "mfu" in record else ""
-        return (
+        utilization = f"MFU {record['mfu']:.1%}  " if "mfu" in record else ""
+        self.line(
             f"step {step:,}/{self._total:,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-            f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  {utilisation}"
+            f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  {utilization}"
             f"ETA {timedelta(seconds=round(remaining))}"
         )
 
@@ -281,5 +258,3 @@ class RunLogger:
                 sink.close()
             except sink.errors as error:
                 self.log(f"{sink.name} can't be closed ({reason(error)})")
-        if self._console is not None:
-            self._console.close()

@@ -276,8 +276,8 @@ class PartitionedMuon(torch.optim.Optimizer):
         momentum: decay of the gradient's running mean.
     """
 
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+    grad_scale: Tensor
+    found_inf: Tensor
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class PartitionedMuon(torch.optim.Optimizer):
 
     def _step_matrices(self, group: dict, partition: Tensor) -> None:
         """Decay and update this rank's partition [size] of the matrices."""
-        gradient = partition.grad if self.grad_scale is None else partition.grad / self.grad_scale
+        gradient = partition.grad / self.grad_scale
         state = self.state[partition]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(partition)
@@ -316,22 +316,15 @@ class PartitionedMuon(torch.optim.Optimizer):
         direction = gradient.lerp(momentum, group["momentum"])  # Nesterov momentum
         moved = partition * (1 - group["lr"] * group["weight_decay"])
         moved += self._orthogonal_updates(group, direction)
-        if self.found_inf is not None:
-            skip = self.found_inf > 0
-            moved = torch.where(skip, partition, moved)
-            momentum = torch.where(skip, state["momentum_buffer"], momentum)
-        partition.copy_(moved)
-        state["momentum_buffer"].copy_(momentum)
+        skip = self.found_inf > 0
+        partition.copy_(torch.where(skip, partition, moved))
+        state["momentum_buffer"].copy_(torch.where(skip, state["momentum_buffer"], momentum))
 
     def _orthogonal_updates(self, group: dict, direction: Tensor) -> Tensor:
         """Return Muon's step for this rank's partition [size], from all partitions of the direction."""
-        size, rank, world = direction.numel(), 0, 1
-        if dist.is_initialized():
-            rank, world = dist.get_rank(), dist.get_world_size()
-        whole = direction
-        if world > 1:
-            whole = direction.new_empty(world * size)
-            dist.all_gather_into_tensor(whole, direction)
+        size, rank = direction.numel(), dist.get_rank()
+        whole = direction.new_empty(dist.get_world_size() * size)
+        dist.all_gather_into_tensor(whole, direction)
         updates = torch.zeros_like(direction)
         for overlap in overlaps(group[MATRICES], rank * size, size):
             rows, columns = overlap.shape

@@ -203,8 +203,6 @@ def plan_lines(plan: RunPlan) -> list[str]:
     besides = ""
     if is_zoo(config.model):
         besides = ", besides what activations take"
-    elif launch.device == "cpu" and trainer.precision == "fp32":
-        besides = " in fp32; a GPU trains in bf16 and takes less: see it with trainer.precision=bf16"
     elif launch.device == "cuda":
         for size in GPU_SIZES:
             fits = plan.memory_bytes <= USABLE * size * 2**30

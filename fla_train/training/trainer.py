@@ -37,12 +37,7 @@ from fla_train.training.features.profile import Profile
 from fla_train.training.features.pushes import Pushes
 from fla_train.training.features.statistics import Statistics
 from fla_train.training.features.suites import Suites
-from fla_train.training.load_checkpoint import (
-    is_loadable,
-    load_checkpoint,
-    load_features,
-    load_random_states,
-)
+from fla_train.training.load_checkpoint import is_loadable, load_checkpoint, load_features, load_random_states
 from fla_train.training.log import RunLogger
 from fla_train.training.optimizer import make_schedule
 from fla_train.training.plan import RunPlan
@@ -112,29 +107,21 @@ class Trainer:
         stream: TextIO,
         watchdog: Watchdog,
         request: StopRequest,
-        lock: RunLock | None = None,
-        timeline: Timeline | None = None,
+        lock: RunLock | None,
+        timeline: Timeline,
     ):
         config, trainer = plan.config, plan.config.trainer
         self.config, self.data, self.watchdog, self.request, self.lock = config, data, watchdog, request, lock
         self.folder = RunFolder(Path(config.run.dir))
-        self.timeline = timeline or Timeline()  # phases of the start, later of the end
+        self.timeline = timeline  # phases of the start, later of the end
         self.engine = build_engine(model, config)
         self.model = self.engine.module
         self.timeline.mark("engine")
         self.rank, self.mesh = dist.get_rank(), split_ranks(config.launch.context_parallel)
 
-        # Restore weights, optimizer and position. From now on the checkpoint's state belongs to this run.
-        check_config_consistency(config, data, resume, self.folder)
-        self.state = load_checkpoint(self.engine, resume) if resume else TrainState()
-        self.timeline.mark("checkpoint")
-        self.state.data, self.state.commits = data.folder.name, data.commits()
-        self.state.config = recorded(config)
-        self.state.run = self.folder.id() if self.rank == 0 else None  # only rank 0 saves the state
+        # Restore weights, optimizer and position.
         continued = resume is not None and self.folder.owns(resume)
-        # A branch of another run gets a separate W&B run.
-        if not continued:
-            self.state.wandb_id = None
+        self.state = self._restore(resume, continued)
         self.first_step = self.state.step + 1
 
         # Set up data, loggers and checkpoints of the loop.
@@ -145,28 +132,44 @@ class Trainer:
         self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
         self.log = self.logger.log
         self.throughput = _throughput(plan, self.engine.device)
-        keep = {"keep": trainer.keep_checkpoints, "keep_every": trainer.keep_every}
-        saved_step = self.state.step if continued else -1
         self.checkpoints = CheckpointManager(
-            self.engine, self.folder.checkpoints, **keep, log=self.log, saved_step=saved_step
+            self.engine,
+            self.folder.checkpoints,
+            keep=trainer.keep_checkpoints,
+            keep_every=trainer.keep_every,
+            log=self.log,
+            saved_step=self.state.step if continued else -1,
         )
         self.unread: list[LaunchedStep] = []
         self.stopping = False  # whether a rank was asked to stop
-        # Whether the run ends before its last step. Equal on all ranks.
-        self.reached = False
+        self.reached = False  # whether the run ends before its last step; equal on all ranks
 
-        # Attach features last, because they read all of the above.
-        limits = {"max_grad_norm": config.optimizer.max_grad_norm}
-        limits["spike_deviations"] = trainer.spike_deviations
-        self.bad_steps = BadSteps(self.engine.device, **limits)
+        # Attach features last, because they read all of the above. Set random states after that, because
+        # features may draw numbers until then.
+        clip, deviations = config.optimizer.max_grad_norm, trainer.spike_deviations
+        self.bad_steps = BadSteps(self.engine.device, max_grad_norm=clip, spike_deviations=deviations)
         self.features = build_features(self)
         for feature in self.features:
             feature.attach(self)
         if resume is not None:
             load_features(self.features, resume, self.log)
-            # Set them last, because features may draw numbers until here.
             load_random_states(resume)
         self.timeline.mark("evaluation and loggers")
+
+    def _restore(self, resume: Path | None, continued: bool) -> TrainState:
+        """Load the checkpoint, if any. Return its state as the state of this run.
+
+        Args:
+            continued: whether the checkpoint is in this run's folder. A branch gets a separate W&B run.
+        """
+        check_config_consistency(self.config, self.data, resume, self.folder)
+        state = load_checkpoint(self.engine, resume) if resume else TrainState()
+        self.timeline.mark("checkpoint")
+        state.data, state.commits = self.data.folder.name, self.data.commits()
+        state.config = recorded(self.config)
+        state.run = self.folder.id() if self.rank == 0 else None  # only rank 0 saves the state
+        state.wandb_id = state.wandb_id if continued else None
+        return state
 
     @property
     def finished(self) -> bool:
@@ -235,12 +238,7 @@ class Trainer:
             feature.before_step(step, micro_batches)
         rate = self.schedule(step)
         outcome = train_step(
-            self.engine,
-            micro_batches,
-            rate,
-            self.bad_steps,
-            stop=self.request.made(),
-            features=self.features,
+            self.engine, micro_batches, rate, self.bad_steps, stop=self.request.made(), features=self.features
         )
         metrics: dict[str, Tensor | float] = {}
         for feature in self.features:

@@ -71,8 +71,6 @@ def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
     except BaseException as failure:
         status = report(failure, plan.config)
         with suppress(OSError):
-            if console.isatty():
-                console.write("\n")  # below the progress bar
             sys.stderr.flush()
         # Do not wait for communication threads, which wait for the other ranks.
         os._exit(status)

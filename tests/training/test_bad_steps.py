@@ -54,10 +54,7 @@ def test_a_spike_lies_so_many_deviations_above_the_mean():
 
 
 def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off():
-    new, off = (
-        BadSteps(CPU, max_grad_norm=1.0, spike_deviations=2.0),
-        BadSteps(CPU, max_grad_norm=1.0),
-    )
+    new, off = (BadSteps(CPU, max_grad_norm=1.0, spike_deviations=2.0), BadSteps(CPU, max_grad_norm=1.0))
     for _ in range(WINDOW - 1):
         assert not judge(new, 1.0)[1]
     assert not judge(new, 100.0)[1]

@@ -138,21 +138,6 @@ def test_a_step_right_after_a_save_does_not_change_it(alone: None, tmp_path: Pat
     assert run.content(2)["module"]["weight"].eq(1).all() and run.content(3)["module"]["weight"].eq(2).all()
 
 
-def test_the_optimizer_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch):
-    """On a GPU it may still be under way; only then has the writer something to write."""
-    waits: list[float] = []
-    monkeypatch.setattr(StagingBuffer, "copying", True)
-    monkeypatch.setattr(StagingBuffer, "wait", lambda self: waits.append(run.engine.weight[0].item()))
-    run.manager.save(TrainState(step=1))
-    run.manager.poll()
-    assert not waits and not run.names()
-    run.engine.step()
-    assert waits == [0.0] and run.manager.is_saved(1)  # before the weights changed
-    run.engine.step()
-    run.manager.save(TrainState(step=2))
-    assert run.manager.is_saved(2) and waits == [0.0, 2.0]  # without a step, when it is waited for
-
-
 def test_refused_writes_cost_one_checkpoint_only(run: Run):
     assert run.save(1)
     before = run.names()

@@ -142,16 +142,6 @@ def test_auto_is_the_nearest_batch_that_ranks_and_micro_batch_divide(
     assert all(abs(tokens - target) <= abs(n * unit - target) for n in (max(1, below), below + 1))
 
 
-@pytest.mark.parametrize("size", ["340m", "1.3b"])
-@pytest.mark.parametrize("processes", [1, 16])
-def test_the_large_models_train_on_the_papers_batch(make_config: Make, size: str, processes: int):
-    names = ("seq_len", "global_batch_tokens", "micro_batch_size", "activation_checkpointing")
-    asked = [f"model=delta_net/{size}", f"launch.num_processes={processes}", "logger=none"]
-    trainer = resolve(to_config(compose("train", asked))).config.trainer
-    expected = (2048, 524288, 16 if size == "340m" else 8, False)
-    assert tuple(getattr(trainer, name) for name in names) == expected
-
-
 def test_tokens_and_epochs_are_alternatives_to_steps(make_config: Make, tmp_path: Path):
     """A length on the command line replaces that of the recipe."""
     asked = ["trainer.max_tokens=4000000"]

@@ -158,10 +158,7 @@ def test_what_a_recording_would_not_repeat_is_left_to_the_caller(
     ids=["reads a value", "copies from the host"],
 )
 def test_a_pass_that_waits_for_the_gpu_is_left_to_the_caller(
-    overrides: list[str],
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[[Tensor], Tensor],
-    where: str,
+    overrides: list[str], caplog: pytest.LogCaptureFixture, change: Callable[[Tensor], Tensor], where: str
 ):
     model = _model(overrides, "mamba_signed/tiny").cuda()
 

@@ -2,29 +2,20 @@
 
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from engine_steps import make_model
+from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.training.checkpoint import OPTIMIZER_FILE, SHARD, CheckpointStore
 from fla_train.training.config import TrainConfig
-from fla_train.training.load_checkpoint import reshard
+from fla_train.training.engine import build_engine
+from fla_train.training.load_checkpoint import load_checkpoint, reshard
+from fla_train.training.resolve import resolve
 
-Make = Callable[..., TrainConfig]
 Fragment = namedtuple("Fragment", "start numel")
-STEPS, RESUMED = 6, 3
-# A large eps keeps Adam from turning rounding of near-zero gradients into whole steps.
-SETTINGS = [
-    f"trainer.max_steps={STEPS}",
-    f"trainer.checkpoint_every={RESUMED}",
-    "trainer.log_every=1",
-    "trainer.eval_every=0",
-    "trainer.precision=fp32",
-    "launch.device=cpu",
-    "optimizer.eps=1e-3",
-    "schedule.warmup_steps=1",
-    "model.num_hidden_layers=1",
-    "model.num_heads=3",  # sizes that neither 2 nor 4 ranks divide evenly: ZeRO pads them
-]
 
 
 def cut(line: torch.Tensor, numels: dict[str, int], world: int, padding: int):
@@ -59,3 +50,25 @@ def test_a_checkpoint_of_another_model_is_not_cut():
     _, new = cut(torch.ones(7), {"a": 2, "b": 5}, 1, 0)
     with pytest.raises(AssertionError, match="b has 4 elements instead of 5"):
         reshard(partitions, old, new, 0, 7)
+
+
+def assert_moments_are_kept(config: TrainConfig, folder: Path) -> None:
+    """Load, on the only rank, a checkpoint of two ranks. Its moments are those of the two files in a row."""
+    engine = build_engine(make_model(config), resolve(config).config)
+    load_checkpoint(engine, folder)
+    files = [folder / OPTIMIZER_FILE.format(rank=rank) for rank in range(2)]
+    saved = [torch.load(file, weights_only=False)[SHARD]["base_optimizer_state"]["state"] for file in files]
+    for index, group in enumerate(engine.optimizer.bit16_groups):
+        size = sum(parameter.numel() for parameter in group)
+        state = engine.optimizer.optimizer.state[engine.optimizer.param_groups[index]["params"][0]]
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = torch.cat([shard[index][name] for shard in saved])[:size]
+            assert expected.any() and torch.equal(state[name][:size], expected)
+
+
+def test_adam_moments_are_equal_after_resharding(
+    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, whole: Path
+):
+    config = make_config(*TWO_RANKS, "launch.num_processes=1")
+    folder = CheckpointStore(whole / "checkpoints").list()[-1]
+    warm_ranks.run(1, assert_moments_are_kept, config, folder)

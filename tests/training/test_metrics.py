@@ -1,5 +1,7 @@
+import errno
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +13,7 @@ from test_checkpoint_manager import file_size_limit
 
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.log import MetricsFile, RunLogger, Tensorboard, open_sinks
+from fla_train.training.log import Console, MetricsFile, RunLogger, Tensorboard, open_sinks
 from fla_train.training.run_folder import RunFolder
 from fla_train.training.trainer import readable_late
 from fla_train.utils.records import read_metrics
@@ -168,3 +170,14 @@ def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_view
 )
 def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, read):
     assert readable_late(unread, [log_every, 10]) == read
+
+
+def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    console = Console(Gone(), total=9, done=0)
+    console.line("a line")
+    console.progress({"step": 3, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0})
+    assert capsys.readouterr().out.startswith("a line\nstep 3/9  loss 1.0000")

@@ -38,7 +38,7 @@ def adamw(parameter: torch.Tensor) -> torch.optim.AdamW:
     return torch.optim.AdamW([{"params": [parameter]}], lr=LR, fused=True)
 
 
-def test_on_one_rank_the_partition_takes_the_steps_of_whole_matrices():
+def test_on_one_rank_the_partition_takes_the_steps_of_whole_matrices(alone: None):
     whole = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     line, vector = partition_of(whole, padding=3), torch.nn.Parameter(torch.randn(7))
     plain_vector = torch.nn.Parameter(vector.detach().clone())
