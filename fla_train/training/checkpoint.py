@@ -111,7 +111,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} can't be read ({reason(failure)})") from failure
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {described(error)}") from error
-    expected = {name for rank in range(min(ranks, len(files) + 1)) for name in rank_files(rank)}
+    if not 1 <= ranks <= len(files):  # also bounds the work for a stranger's number
+        raise ValueError(f"{MANIFEST} is damaged: world_size is {ranks}, with {len(files)} files")
+    expected = {name for rank in range(ranks) for name in rank_files(rank)}
     if differing := sorted(expected ^ files.keys()):
         raise ValueError(f"{MANIFEST} does not list what {ranks} rank(s) write: {differing[0][:40]!r}")
     if NAME.fullmatch(checkpoint.name) and step != step_of(checkpoint.name):

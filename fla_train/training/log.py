@@ -65,36 +65,6 @@ def log_both(console: TextIO, text: str) -> None:
     _print(text, console, sys.stdout)
 
 
-class Console:
-    """Show lines and progress on rank 0, on the terminal and in train.log.
-
-    Args:
-        total, done: steps of the run, and those before this start.
-    """
-
-    def __init__(self, stream: TextIO, *, total: int, done: int):
-        self._stream, self._total = stream, total
-        self._start, self._first = time.monotonic(), done
-        self._last_line = float("-inf")
-
-    def line(self, text: str) -> None:
-        log_both(self._stream, text)
-
-    def progress(self, record: Record) -> None:
-        """Show one training record, at most one each PROGRESS_INTERVAL and the last."""
-        step, now = int(record["step"]), time.monotonic()
-        if now - self._last_line < PROGRESS_INTERVAL and step < self._total:
-            return
-        self._last_line = now
-        remaining = (now - self._start) / max(1, step - self._first) * (self._total - step)
-        utilization = f"MFU {record['mfu']:.1%}  " if "mfu" in record else ""
-        self.line(
-            f"step {step:,}/{self._total:,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-            f"grad {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  {utilization}"
-            f"ETA {timedelta(seconds=round(remaining))}"
-        )
-
-
 class MetricsFile:
     """Append records to metrics.jsonl at once, one JSON object per line.
 
@@ -213,16 +183,16 @@ class RunLogger:
     def __init__(
         self, config: "TrainConfig", folder: "RunFolder", state: "TrainState", stream: TextIO, rank: int
     ):
-        self._console, self._sinks = None, []
-        if rank == 0:
-            self._console = Console(stream, total=config.trainer.max_steps, done=state.step)
-            self._sinks = open_sinks(config, folder, state, self.log)
+        self._stream = stream if rank == 0 else None
+        self._sinks = open_sinks(config, folder, state, self.log) if rank == 0 else []
         self._refused: set[Sink] = set()  # sinks that could not write their last record
+        self._total, self._first = config.trainer.max_steps, state.step
+        self._start, self._last_line = time.monotonic(), -math.inf
 
     def log(self, text: str) -> None:
         """Write one line of text for the user."""
-        if self._console is not None:
-            self._console.line(text)
+        if self._stream is not None:
+            log_both(self._stream, text)
 
     def record(self, record: Record) -> None:
         """Write a record. NaN and infinite values become null, because JSON does not support them.
@@ -243,13 +213,23 @@ class RunLogger:
                 self._refused.add(sink)
 
     def step(self, record: Record, *, skipped: bool) -> None:
-        """Write the record of a completed optimizer step."""
+        """Write the record of an optimizer step, with a line if it was skipped or as progress."""
         self.record(record)
+        step, loss, norm = record["step"], record["loss"], record["grad_norm"]
         if skipped:
-            step, loss, norm = record["step"], record["loss"], record["grad_norm"]
             self.log(f"step {step:,}: skipped, loss {loss:.4g}, gradient norm {norm:.4g}")
-        elif self._console is not None:
-            self._console.progress(record)
+            return
+        now = time.monotonic()
+        if now - self._last_line < PROGRESS_INTERVAL and step < self._total:
+            return
+        self._last_line = now
+        remaining = (now - self._start) / max(1, step - self._first) * (self._total - step)
+        utilization = f"MFU {record['mfu']:.1%}  " if "mfu" in record else ""
+        self.log(
+            f"step {step:,}/{self._total:,}  loss {loss:.4f}  lr {record['lr']:.2e}  grad {norm:.3f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  {utilization}"
+            f"ETA {timedelta(seconds=round(remaining))}"
+        )
 
     def close(self) -> None:
         """Close the sinks after the last record, and log which of them lost records. Lines may follow."""

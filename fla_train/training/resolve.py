@@ -105,23 +105,17 @@ def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) 
     """Fill in batch, warm-up and vocabulary of the resumed run where the request leaves them open.
 
     Otherwise the batch would change with the number of processes, and the warm-up with the number of steps.
+
+    Raises:
+        ValueError: the request has settings that a resumed run can't change.
     """
-    length, saved = config.trainer.seq_len, state.config
-    if not saved:
-        return
-    # Set the length before the batch, which depends on it.
-    if config.task is None and length != saved["trainer.seq_len"]:
-        run = checkpoint.resolve().parent.parent
-        raise ValueError(
-            f"{checkpoint} belongs to another run: trainer.seq_len={length} "
-            f"(was {saved['trainer.seq_len']}); for another length begin with the weights: init_from={run}, "
-            "with a new run.dir"
-        )
+    saved = state.config
     if config.trainer.global_batch_tokens == AUTO:
-        config.trainer.global_batch_tokens = saved["trainer.global_batch_tokens"]
+        config.trainer.global_batch_tokens = saved.get("trainer.global_batch_tokens", AUTO)
     if config.schedule.warmup_steps is None:
-        config.schedule.warmup_steps = saved["schedule.warmup_steps"]
-    config.model["vocab_size"] = config.model["vocab_size"] or saved["model.vocab_size"]
+        config.schedule.warmup_steps = saved.get("schedule.warmup_steps")
+    config.model["vocab_size"] = config.model["vocab_size"] or saved.get("model.vocab_size")
+    check_same_run(config, None, checkpoint, state)
 
 
 def _fill_machine(config: TrainConfig) -> None:
@@ -188,8 +182,6 @@ def _check_before_preparing(
             log(f"new run      {folder.root} holds none yet")
     elif is_rank():
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
-    if saved is not None:
-        check_same_run(config, None, *saved)
     if config.task is None:
         check_first_document(config.data)
     if fetch and pushes_here(config):

@@ -124,7 +124,8 @@ def check_same_run(
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:
         raise ValueError(
-            f"{checkpoint} belongs to another run: {', '.join(errors)}; restore them or use another run.dir"
+            f"{checkpoint} belongs to another run: {', '.join(errors)}; restore them, or use another run.dir "
+            "(with init_from=RUN to begin with the weights)"
         )
     return [text for key, text in changed.items() if rules[key] == "logged"]
 

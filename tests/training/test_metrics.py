@@ -13,7 +13,7 @@ from test_checkpoint_manager import file_size_limit
 
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.log import Console, MetricsFile, RunLogger, Tensorboard, open_sinks
+from fla_train.training.log import MetricsFile, RunLogger, Tensorboard, open_sinks
 from fla_train.training.run_folder import RunFolder
 from fla_train.training.trainer import readable_late
 from fla_train.utils.records import read_metrics
@@ -172,12 +172,15 @@ def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, r
     assert readable_late(unread, [log_every, 10]) == read
 
 
-def test_a_terminal_that_has_gone_costs_lines_only(capsys: pytest.CaptureFixture):
+def test_a_terminal_that_has_gone_costs_lines_only(
+    make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
+):
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    console = Console(Gone(), total=9, done=0)
-    console.line("a line")
-    console.progress({"step": 3, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0})
-    assert capsys.readouterr().out.startswith("a line\nstep 3/9  loss 1.0000")
+    logger = RunLogger(make_config(), RunFolder(tmp_path), TrainState(), Gone(), rank=0)
+    logger.log("a line")
+    record = {"step": 3, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0}
+    logger.step(record, skipped=False)
+    assert capsys.readouterr().out.startswith("a line\nstep 3/12  loss 1.0000")

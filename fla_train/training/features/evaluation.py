@@ -100,11 +100,17 @@ class TextEvaluation(Evaluation):
         limit = max(1, settings.eval_tokens // len(self._components) // settings.seq_len)
         results = {}
         for name, (sequences, weight) in self._components.items():
-            ranks = {"rank": mesh.data_rank, "world": mesh.data_world}
-            batches = sequential_batches(sequences, settings.micro_batch_size, limit=limit, **ranks)
-            options = {"seq_len": settings.seq_len, "buckets": settings.eval_buckets}
-            options["token_sizes"] = self._token_sizes
-            results[name] = evaluate(self.trainer.engine, self._on_device(batches, step), **options), weight
+            batches = sequential_batches(
+                sequences, settings.micro_batch_size, limit=limit, rank=mesh.data_rank, world=mesh.data_world
+            )
+            result = evaluate(
+                self.trainer.engine,
+                self._on_device(batches, step),
+                seq_len=settings.seq_len,
+                buckets=settings.eval_buckets,
+                token_sizes=self._token_sizes,
+            )
+            results[name] = result, weight
         record = validation_record(results)
         return record, _text_line(record)
 

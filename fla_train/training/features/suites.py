@@ -25,7 +25,6 @@ class Suites(Callback):
 
     _process: subprocess.Popen | None = None
     _step = 0  # step of the export that is evaluated
-    _skipped: int | None = None  # newest step whose export was not evaluated
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
@@ -47,18 +46,15 @@ class Suites(Callback):
         if self._process is None:
             self._start(step)
             return
-        self._skipped = step
         self.trainer.log(
             f"step {step:,}: suite {self._suite} skipped, step {self._step:,} is still evaluated"
         )
 
     def finish(self) -> None:
         """Wait for the running evaluation, then evaluate the newest export, the result of the run."""
+        self._wait()
         self._start_if_lost(self.trainer.state.step)
         self._wait()
-        if self._skipped is not None:
-            self._start(self._skipped)
-            self._wait()
 
     def stop(self) -> None:
         if self._process is not None:
@@ -76,7 +72,7 @@ class Suites(Callback):
             self.between_steps(step)
 
     def _start(self, step: int) -> None:
-        self._skipped, self._step = None, step
+        self._step = step
         output = self._output()
         request = {"checkpoint": self.trainer.folder.export(step), "suite": self._suite, "output": output}
         try:
