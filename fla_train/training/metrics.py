@@ -18,6 +18,11 @@ def last_value(path: Path, key: str) -> float | None:
     return values[-1] if values else None
 
 
+def newest_validation(path: Path) -> Record:
+    """Return the last record of a validation in metrics.jsonl, or an empty one."""
+    return next((record for record in reversed(read_metrics(path)) if "validation_loss" in record), {})
+
+
 def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = "loss") -> "Figure":
     """Draw a metric of several runs against training tokens, so that runs with different batches compare.
 

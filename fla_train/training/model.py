@@ -21,12 +21,11 @@ from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import INITIALIZATION_KEYS, MACHINE_KEYS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig, records_graph
-from fla_train.training.metrics import last_value
+from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.overrides import flat
-from fla_train.utils.records import read_metrics
 
 # Fields in which a run may differ from `init_from`. They change no weight, and results only by rounding.
 FREE_FIELDS = (
@@ -163,9 +162,14 @@ def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrai
 
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
     """Return the card of an export. It contains nothing about this machine, because exports are published."""
-    losses = {
-        "train": last_value(folder.metrics, "loss"),
-        "validation": last_value(folder.metrics, "validation_loss"),
+    newest = newest_validation(folder.metrics)
+    losses = {"train": last_value(folder.metrics, "loss"), "validation": newest.get("validation_loss")}
+    # The card shows neither losses by context length nor values that are not finite.
+    hidden = ("step", "tokens", "validation_loss")
+    metrics = {
+        name.replace("_", " "): value
+        for name, value in newest.items()
+        if value is not None and name not in hidden and "loss_at/" not in name
     }
     tokenizer, source = data.manifest["tokenizer"]["name"], data.manifest["source"]
     parts = [config.data, *config.data.mixture.values()] if config.task is None else []
@@ -179,18 +183,11 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
         tokens=state.tokens,
         seq_len=config.trainer.seq_len,
         losses={name: loss for name, loss in losses.items() if loss is not None},
-        metrics=_last_results(folder.metrics),
+        metrics=metrics,
         recipe=_recipe(config),
         config=public_config(config),
         commit=git_commit(),
     )
-
-
-def _last_results(metrics: Path) -> dict[str, float]:
-    """Return the metrics of the last validation by name, without the loss and losses by context length."""
-    last = next((r for r in reversed(read_metrics(metrics)) if "validation_loss" in r), {})
-    names = [n for n in last if n not in ("step", "tokens", "validation_loss") and "loss_at/" not in n]
-    return {name.replace("_", " "): last[name] for name in names if last[name] is not None}
 
 
 def _recipe(config: TrainConfig) -> str:

@@ -19,13 +19,7 @@ from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import records_graph
-from fla_train.training.engine import (
-    HostTransfer,
-    StepResult,
-    build_engine,
-    precompile_step,
-    train_step,
-)
+from fla_train.training.engine import HostTransfer, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass

@@ -28,14 +28,9 @@ CPU = torch.device("cpu")
     ("name", "precision", "override", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", None, 989.4),
-        ("NVIDIA H100 PCIe", "bf16", None, 756.0),
-        ("NVIDIA A100-SXM4-40GB", "bf16", None, 312.0),
         ("NVIDIA A100-SXM4-40GB", "fp32", None, None),
         ("NVIDIA A10", "bf16", None, 125.0),
         ("NVIDIA A10G", "bf16", None, None),
-        ("NVIDIA RTX A1000", "bf16", None, None),
-        ("NVIDIA H200 NVL", "bf16", None, 835.0),
-        ("cpu", "bf16", None, None),
         ("cpu", "fp32", 2.0, 2.0),
     ],
 )

@@ -41,22 +41,18 @@ FEATURES = {
     "spike filter": ["trainer.spike_deviations=3", "optimizer.max_grad_norm=0.1"],
     "passing": [TWO, PASSING, "trainer.zero_state_share=0.3"],
     "noise": ["trainer.initial_state=noise"],
-    "scaled noise": ["trainer.initial_state=noise", "trainer.state_noise=0.1"],
-    "passing, packed": [PASSING, PACKED],
-    "contiguous": ["data.contiguous=true"],
     "contiguous documents": [TWO, "data.contiguous=true", PACKED],
     "context parallelism": [TWO, "launch.context_parallel=2", PACKED],
     "mixture": [PACKED, "data=mixture", "data.path=null"],
     "stream": ["data.stream=true", "data.stream_head_documents=100"],
-    "task": TASK,
-    "curriculum": [*TASK, "task.curriculum=[[2,1],[4,3]]"],
+    "task": [*TASK, "task.curriculum=[[2,1],[4,3]]"],
     "another library's model": ["model=hf/llama/tiny", "model.config.hidden_size=32"],
     "hybrid": ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"],
     "callbacks": [TWO, f"trainer.callbacks={CALLBACKS}"],
     "custom optimizer": [TWO, "optimizer.name=optimization:Lion", "optimizer.options={betas: [0.8, 0.9]}"],
     "custom schedule": ["schedule.name=optimization:inverse_sqrt", "schedule.options={warmup: 2}"],
 }
-SLOW = ("scaled noise", "passing, packed", "contiguous", "curriculum", "bf16 reduction", "hybrid")
+SLOW = ("bf16 reduction", "hybrid")
 # Resumed on another number of ranks, sums over ranks round otherwise; a large eps keeps that small.
 RESHARDED = {
     "plain": ["optimizer.eps=1e-3"],

@@ -22,11 +22,11 @@ from fla_train.tasks.config import is_own
 from fla_train.tasks.plots import plot_accuracy
 from fla_train.training.callback import Callback
 from fla_train.training.checkpoint import folder_name
-from fla_train.training.metrics import last_value
+from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.utils.filesystem import reason, write_whole
-from fla_train.utils.records import Record, read_metrics
+from fla_train.utils.records import Record
 from fla_train.utils.timeline import Timeline
 
 # Prefix of the key of a mixture's component, followed by its name.
@@ -123,14 +123,15 @@ class TextEvaluation(Evaluation):
     def summary(self) -> list[str]:
         state, folder = self.trainer.state, self.trainer.folder
         entropy = self.trainer.data.manifest["splits"]["validation"]["unigram_entropy"]
-        train, validation = last_value(folder.metrics, "loss"), last_value(folder.metrics, "validation_loss")
+        train, newest = last_value(folder.metrics, "loss"), newest_validation(folder.metrics)
+        validation = newest.get("validation_loss")
         lines = ["", f"Trained {state.step:,} steps, {state.tokens:,} tokens."]
         if state.skipped_steps:
             lines.append(f"  skipped steps     {state.skipped_steps}")
         if train is not None:
             lines.append(f"  training loss     {train:.4f}")
         if validation is not None:
-            bits = _bits(last_value(folder.metrics, "validation_bits_per_byte"))
+            bits = _bits(newest.get("validation_bits_per_byte"))
             lines.append(
                 f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}{bits}"
             )
@@ -215,8 +216,7 @@ class TaskEvaluation(Evaluation):
 
     def summary(self) -> list[str]:
         folder, state, kind = self.trainer.folder, self.trainer.state, self._config.kind
-        records = read_metrics(folder.metrics)
-        newest = next((r for r in reversed(records) if "validation_loss" in r), {})
+        newest = newest_validation(folder.metrics)
         return [
             *("", f"Trained {state.step:,} steps, {state.sequences:,} sequences."),
             *(self._test_line(name, newest) for name in self._tests),
