@@ -12,10 +12,8 @@ from fla_train.training.resolve import resolve
     ("package", "asked", "without"),
     [
         ("wandb", "logger=default", "logger=none"),
-        ("wandb", "logger=wandb", "logger=none"),
         ("tensorboard", "logger.tensorboard=true", "false"),
         ("deepspeed", "logger=none", ""),
-        ("accelerate", "logger=none", ""),
     ],
 )
 def test_a_missing_package_is_named_before_data_are_prepared(
