@@ -5,11 +5,9 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.data.cache import PreparedData, open_prepared
-from fla_train.data.config import DataConfig
 from fla_train.hub.saved_config import escaped
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
@@ -197,9 +195,6 @@ def plan_lines(plan: RunPlan) -> list[str]:
     wall = f"{plan.hours:,.1f} hours on {launch.num_processes} GPU(s)"
     hours = f"GPU-hours    about {plan.gpu_hours:,.0f} = {wall} at {ASSUMED_MFU:.0%} of {peak}"
     disk = "" if plan.data_bytes is None else f"prepared tokens {plan.data_bytes / 1e9:,.2f} GB, "
-    here = "" if launch.device == "cpu" or torch.cuda.is_available() else " (planned for: no GPU is here)"
-    rounds = trainer.gradient_reduction == "bf16" and launch.num_processes > 1
-    reduction = ", gradients added up over processes in bf16" if rounds else ""
     besides = ""
     if is_zoo(config.model):
         besides = ", besides what activations take"
@@ -220,24 +215,9 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"disk         {disk}run folder {plan.run_bytes / 1e9:,.2f} GB",
         f"schedule     {config.schedule.name}, peak {config.optimizer.lr:g}, "
         f"{config.schedule.warmup(trainer.max_steps)} warm-up steps",
-        f"device       {launch.device}, {trainer.precision}{reduction}{here}",
-        *_mixer_lines(config),
+        f"device       {launch.device}, {trainer.precision}",
         *_data_lines(plan),
-        *_curriculum_lines(config),
-        *_unread_lines(config),
     ]
-
-
-def _mixer_lines(config: TrainConfig) -> list[str]:
-    """Describe how a custom mixer was counted."""
-    if config.model.get("mixer") is None:
-        return []
-    from fla_train.models.mixers.registry import linear_mixer  # imports the models: seconds
-
-    mixer = linear_mixer(build_model_config(config.model))
-    own = hasattr(mixer, "flops_per_token")
-    flops = "as it counts them" if own else "those of its linear layers: it has no flops_per_token"
-    return [f"mixer        {mixer.__name__}: FLOPs are {flops}; memory is estimated as for DeltaProduct"]
 
 
 def _data_lines(plan: RunPlan) -> list[str]:
@@ -264,8 +244,6 @@ def _data_lines(plan: RunPlan) -> list[str]:
         f"fewer than one sequence of {seq_len:,} (raise data.validation_fraction)"
         for name, count in short.items()
     ]
-    if len(short) == len(tokens) > 1:
-        lines.append("warning      no validation at all: no part of the mixture is left")
     return lines
 
 
@@ -279,21 +257,3 @@ def _subset_lines(plan: RunPlan) -> list[str]:
         f"warning      data.name={data.name} has about {known / 1e9:.0f}B tokens, and {wanted / 1e9:.0f}B "
         "are wanted (data.max_tokens, or those of the run): choose a larger data.name"
     ]
-
-
-def _curriculum_lines(config: TrainConfig) -> list[str]:
-    """Warn, without an error, because a run may be split in several or try only its first steps."""
-    steps = sum(stage[1] for stage in config.task.curriculum) if config.task is not None else 0
-    if steps < config.trainer.max_steps:
-        return []
-    return [
-        f"warning      no step trains on the whole task: its curriculum takes {steps:,} steps "
-        f"(raise trainer.max_steps={config.trainer.max_steps}, or shorten task.curriculum)"
-    ]
-
-
-def _unread_lines(config: TrainConfig) -> list[str]:
-    """Warn, without an error, because runs that started with such a config must resume."""
-    keys = ("source", "contiguous", "document_boundaries", "stream") if config.task is not None else ()
-    unread = [f"data.{key}" for key in keys if getattr(config.data, key) != getattr(DataConfig, key)]
-    return [f"warning      {', '.join(unread)}: not read, the task makes its sequences"] if unread else []

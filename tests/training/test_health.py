@@ -16,7 +16,6 @@ from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training import worker
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.statistics import Statistics
-from fla_train.utils.profiling import profiled
 from fla_train.utils.records import read_metrics
 from fla_train.utils.throughput import Throughput, peak_flops
 from fla_train.utils.watchdog import Watchdog
@@ -132,13 +131,6 @@ def test_a_closed_watchdog_and_one_without_timeout_are_silent():
     Watchdog(0.0, barked.append)
     time.sleep(0.4)
     assert barked == []
-
-
-def test_a_profiled_step_leaves_a_trace_and_a_table(tmp_path: Path):
-    with profiled(tmp_path / "profile", step=12, rank=1):
-        torch.ones(8, 8) @ torch.ones(8, 8)
-    assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1.json").read_text()
-    assert "aten::mm" in (tmp_path / "profile" / "step-0000012-rank-1-operators.txt").read_text()
 
 
 def test_a_run_tells_all_that_it_is_asked_for(

@@ -123,23 +123,6 @@ def test_contiguous_rows_are_long_sequences(
     assert train_losses(tmp_path) == pytest.approx((sums / counts).tolist(), rel=1e-5)
 
 
-def test_evaluation_and_zero_states_stay_as_they_were(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
-):
-    found = {}
-    for name, options in {"zero": [], **{mode: MODES[mode] for mode in ("passing", "scaled")}}.items():
-        run = tmp_path / name
-        warm_ranks.launch(make_config(*FROZEN, *options, f"run.dir={run}", "trainer.max_steps=2"))
-        records = read_metrics(run / "metrics.jsonl")
-        found[name] = next(r["validation_loss"] for r in records if "validation_loss" in r), train_losses(run)
-    assert found["zero"][0] == found["passing"][0] == found["scaled"][0]
-    assert found["zero"][1][0] == pytest.approx(
-        found["passing"][1][0], rel=1e-6
-    )  # the first step has no past
-    assert found["zero"][1][1] != found["passing"][1][1]
-    assert found["zero"][1][0] != found["scaled"][1][0]
-
-
 def test_a_hybrid_passes_the_states_of_its_linear_layers(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
 ):

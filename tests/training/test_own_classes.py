@@ -12,16 +12,14 @@ import pytest
 import torch
 import warm_ranks as ranks
 from omegaconf import OmegaConf
-from test_task_training import SMALL
 from transformers import PreTrainedModel
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
-from fla_train.eval.config import EvalConfig, ExpressivityConfig, PerplexityConfig, SuiteConfig
-from fla_train.eval.expressivity import evaluate_expressivity
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.run import evaluate
 from fla_train.hub.export import copy_export
-from fla_train.hub.load import load_model, load_weights
+from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.training.launch import launch
 from fla_train.training.resolve import resolve
@@ -104,22 +102,6 @@ def test_on_text(
     follows = make_config(*settings, f"init_from={export}", f"run.dir={tmp_path / 'follows'}")
     train(follows)
     assert losses(tmp_path / "follows")[0][1] < losses(whole)[0][1] - 1
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_on_a_task(train: Callable[[TrainConfig], None], tmp_path: Path) -> None:
-    run, more = tmp_path / "run", [f"model.mixer={LONGHORN}", "model.mixer_options={exact: true}"]
-    register()
-    train(to_config(compose("train", [*SMALL, *more, f"run.dir={run}"])))
-    with pytest.raises(ValueError, match=f"mixer={LONGHORN}"):
-        load_weights(run)
-    model = load_weights(run, mixer=LONGHORN)
-    assert model.model.layers[0].attn.exact
-    greedy(model, 5)
-    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=8))
-    config = EvalConfig(str(run), mixer=LONGHORN, suite=suite)
-    assert evaluate_expressivity(config)[1]["accuracy"]
 
 
 @pytest.mark.parametrize(
