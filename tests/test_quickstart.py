@@ -1,4 +1,4 @@
-"""The CPU quickstart, its ```bash fences, works: in order, in one folder, made small by options."""
+"""The commands of the CPU quickstart, in ```bash fences, work in order in one folder, with less data."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tour_runs_in_order(tmp_path: Path) -> None:
     small = {"fla-prepare": ["data.max_documents=60"]}
     small["fla-train"] = [

@@ -17,15 +17,13 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ConfigDefault, GroupDefault
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
 from fla_train.cli.overrides import repository
 from fla_train.hub.saved_config import escaped, kept_tokenizer
 from fla_train.utils.import_class import named_classes
-from fla_train.utils.overrides import assign, flat
+from fla_train.utils.overrides import assign, flat, parse_all
 
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
@@ -44,10 +42,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     Raises:
         ValueError: the run's config is unreadable, or `init_from` names no model.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:  # composing reports the errors
-        return list(overrides)
+    parsed = parse_all(overrides)
     given = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
     left_out: dict[str, Any] = {}
     run, weights = None if sweep else given.get("run.dir"), given.get("init_from")
@@ -112,10 +107,7 @@ def check_run_or_start(overrides: Sequence[str]) -> None:
     Raises:
         ValueError: the folder holds no run, and no override begins a new one.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:  # composing reports the errors
-        return
+    parsed = parse_all(overrides)
     keys = {o.key_or_group.split(".")[0] for o in parsed}
     run = next((o.value() for o in parsed if o.key_or_group == "run.dir"), None)
     if run and not keys & STARTS and not (Path(str(run)).expanduser() / "config.yaml").is_file():

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+
+from fla_train.utils.overrides import parse_all
 
 SCALES = ("paper", "fast", "cpu", "long", "long_fast")
 
@@ -64,12 +65,8 @@ def _section(sections: DictConfig, name: str) -> dict[str, Any]:
 def _values(overrides: Sequence[str], group: str) -> set[str]:
     """Return the options of a group that overrides choose, several in a sweep."""
     texts = [text for text in overrides if text.lstrip("+").startswith(f"{group}=")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(texts)
-    except HydraException:  # composing reports the error
-        return set()
     return {
         str(value)
-        for override in parsed
+        for override in parse_all(texts)
         for value in (override.sweep_iterator() if override.is_sweep_override() else [override.value()])
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 PLAIN = re.compile(r"([a-zA-Z_/]|\.\.?/)[a-zA-Z0-9_.:/+-]*")
@@ -28,6 +29,14 @@ def quote(text: str) -> str:
 def assign(key: str, value: object) -> str:
     """Return the override that sets a key to this value, plain data or a path."""
     return f"{key}={_literal(value)}"
+
+
+def parse_all(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides; return none if one is invalid, because composing them reports the errors."""
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:
+        return []
 
 
 def as_data(overrides: Sequence[str]) -> list[str]:
