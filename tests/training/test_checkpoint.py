@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: Callable[[Path]
 
 
 def test_no_bit_of_a_manifest_may_flip(tmp_path: Path):
-    """The checkpoint is refused, or the manifest means the same."""
+    """The checkpoint fails verification, or the manifest has an equal meaning."""
     path = make(tmp_path, 11)
     content, manifest = (path / "manifest.json").read_bytes(), checkpoint.read_manifest(path)
     refused = 0

@@ -1,4 +1,4 @@
-"""Saving checkpoints beside training: what is copied, who waits, and what a failed save leaves."""
+"""Checkpoints are saved during training: copies, waits, and failed saves."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 class Engine:
-    """Saves as DeepSpeed does: through its checkpoint engine, at a path it makes up."""
+    """Save as DeepSpeed does, through its checkpoint engine."""
 
     def __init__(self, device: str = "cpu", numel: int = 1000) -> None:
         self.checkpoint_engine = SimpleNamespace()
@@ -55,7 +55,7 @@ class Engine:
 
 
 class Run:
-    """A manager with a fake engine, and what it says."""
+    """Hold a manager with a fake engine, and the lines that it logs."""
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, **engine: object) -> None:
         self.folder, self.said, self.engine = folder, [], Engine(**engine)
@@ -64,7 +64,7 @@ class Run:
         )
 
     def save(self, step: int) -> bool:
-        """Save and wait: whether it is there."""
+        """Save and wait. Return whether the checkpoint is on disk."""
         self.manager.save(TrainState(step=step, tokens=10 * step))
         return self.manager.is_saved(step)
 
@@ -77,7 +77,7 @@ class Run:
         return torch.load(path / checkpoint.MODEL_FILE, weights_only=True)
 
     def writer(self) -> psutil.Process:
-        """The writer's process, of which there is one."""
+        """Return the only writer's process."""
         (found,) = (
             child
             for child in psutil.Process().children()
@@ -95,7 +95,7 @@ def run(alone: None, tmp_path: Path) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Inside, this process enlarges no file, nor its staging buffer, beyond so many bytes."""
+    """Limit the size of files and of the staging buffer of this process inside the `with` block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -207,9 +207,9 @@ def test_the_remains_of_a_corrupt_one_of_the_same_step_are_replaced(run: Run):
 
 
 def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[float]], bool, bool]:
-    """On a rank: sums of the weights before a save, when its copy is waited for, and after the step.
+    """Return, on a rank, sums of the weights before a save, at the wait for its copy, and after the step.
 
-    And whether the checkpoint holds the weights from before, and fits in the memory reserved for it.
+    Return also whether the checkpoint has the weights from before the step, and fits in the reserved memory.
     """
     engine = build_engine(make_model(config), resolve(config).config)
     bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=1.0)
@@ -245,7 +245,7 @@ def test_the_engine_waits_for_the_copy_before_it_changes_weights(
 
 
 def two_ranks(folder: Path) -> tuple[list[bool], list[str]]:
-    """On a rank: which of four saves succeed, if rank 1 has no memory at first and loses its writer later."""
+    """Return, on a rank, which of four saves succeed. Rank 1 lacks memory, later loses its writer."""
     join(on_gpu=False)
     run, saved = Run(folder), []
     for step in (1, 2, 3, 4):

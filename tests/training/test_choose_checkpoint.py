@@ -45,7 +45,7 @@ def test_all_ranks_take_what_rank_0_chose(warm_ranks: WarmRanks, tmp_path: Path,
 
 
 def _check(config: TrainConfig, root: Path, differ: bool) -> str:
-    """On a rank: what it says of configs, data and checkpoints of which rank 1 has others."""
+    """Return, on a rank, the error about configs, data and checkpoints in which rank 1 differs."""
     import torch.distributed as dist
 
     from fla_train.training.process_group import join

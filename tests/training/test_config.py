@@ -1,4 +1,4 @@
-"""From the request to the plan: errors, what is filled in, and what a resumed run keeps."""
+"""Resolve requests: errors, default values, and the settings that a resumed run keeps."""
 
 import json
 from collections.abc import Callable

@@ -52,7 +52,7 @@ def make_batch(boundaries: list[list[int]] | None) -> Batch:
 
 
 def loss_and_gradients(model: nn.Module, batch: Batch, targets: int) -> dict[str, Tensor]:
-    """What the batch adds to the mean over `targets`."""
+    """Return the batch's part of the mean loss over `targets`, and its gradients."""
     given = {name: x for name, x in batch._asdict().items() if x is not None}
     model.zero_grad()
     loss = model(**given, num_items_in_batch=targets).loss
@@ -61,7 +61,7 @@ def loss_and_gradients(model: nn.Module, batch: Batch, targets: int) -> dict[str
 
 
 def losses_by_token(model: nn.Module, batch: Batch) -> Tensor:
-    """Of each token as the target of the one before, [B, T], 0 where it is none."""
+    """Return the loss of each token as the target of the token before, [B, T]; 0 without a target."""
     if batch.context_part is not None:
         options = {"shift_labels": batch.shift_labels, "context_part": batch.context_part}
         return model.token_losses(batch.input_ids, cu_seqlens=batch.cu_seqlens, **options)
@@ -70,7 +70,7 @@ def losses_by_token(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[int]]:
-    """On each rank: relative errors of parts against whole rows; into how many parts activations are cut."""
+    """Return, on each rank, relative errors against whole rows, and the numbers of parts of activations."""
     join(on_gpu=False)
     rank, world = dist.get_rank(), dist.get_world_size()
     context = split_ranks(world).context
@@ -100,7 +100,7 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
         for name, tensor in expected.items():
             error = (found[name] - tensor).abs().max() / tensor.abs().max()
             errors[f"{name}, {layout}"] = error.item()
-    dist.barrier()  # no rank leaves while another still waits for what it has sent
+    dist.barrier()  # a rank that leaves would lose its unsent messages
     return errors, parts
 
 

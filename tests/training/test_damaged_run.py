@@ -1,4 +1,4 @@
-"""A finished run whose files were damaged since: the same command mends what it can, and drops nothing."""
+"""The same command repairs damaged files of a finished run and drops no records."""
 
 import shutil
 from collections.abc import Callable

@@ -167,4 +167,4 @@ def test_a_report_holds_the_line_and_a_full_disk_takes_none(tmp_path: Path, monk
     assert worker.report(ValueError("a fault\nof the config")) == 2
     assert json.loads((tmp_path / "rank-0.json").read_text())["message"] == "a fault of the config"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
-    assert worker.report(OSError("no room")) == 1  # without an exception of its own
+    assert worker.report(OSError("no room")) == 1  # and raises nothing

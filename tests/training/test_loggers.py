@@ -1,4 +1,4 @@
-"""What the logger's config asks for: packages that must be there, and what W&B is told."""
+"""Packages that the config needs must be installed before the data are prepared."""
 
 import sys
 from pathlib import Path

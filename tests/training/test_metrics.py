@@ -70,10 +70,10 @@ def test_a_run_does_not_need_wandb(
     capsys: pytest.CaptureFixture,
 ):
     class Down(Exception):
-        """What the package raises, whatever it is."""
+        """Stand for any exception of the package."""
 
     class Refused(Exception):
-        """What wandb raises for a missing login."""
+        """Stand for wandb's error for a missing login."""
 
     raised: list[type[Exception]] = []
 

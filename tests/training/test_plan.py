@@ -1,4 +1,4 @@
-"""The plan's estimate of memory beside what an H100 took, by the reports of `fla-bench train`."""
+"""Compare the plan's estimate of memory with measurements on an H100, from reports of `fla-bench train`."""
 
 import json
 from pathlib import Path

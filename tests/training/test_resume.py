@@ -1,4 +1,4 @@
-"""Exact resume: killed at any moment, a run goes on as if nothing had happened."""
+"""Locks of run folders, branches of runs, and settings of resumed runs."""
 
 import errno
 import fcntl
@@ -135,7 +135,7 @@ def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks
 def test_a_resumed_run_decays_as_its_config_says(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, ranks: int
 ):
-    """With a learning rate of 0 the first part does not decay, so its weight decay must not matter."""
+    """The weight decay of the first part must not matter, because it trains with a learning rate of 0."""
     common = ["trainer.precision=fp32", "launch.device=cpu", "trainer.checkpoint_every=0"]
     ends = []
     for first in (0.0, 50.0):

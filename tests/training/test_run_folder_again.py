@@ -1,4 +1,4 @@
-"""`fla-train run.dir=RUN [overrides]`: the run's own config is the base; refused changes cost nothing."""
+"""`fla-train run.dir=RUN [overrides]` starts from the run's config, and checks changes before any work."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_it_goes_on_with_nothing_but_the_change(run: Path, fla_train, warm_ranks
 
 
 def test_the_machines_are_those_of_the_command(run: Path, tmp_path: Path):
-    """A run of two machines may go on by one, which would wait for the other."""
+    """A run of two machines may continue on one, which must not wait for the other."""
     text = (run / "config.yaml").read_text().replace("num_machines: 1", "num_machines: 2")
     (tmp_path / "config.yaml").write_text(text.replace("127.0.0.1", "10.0.0.1"))
     launch = to_config(compose("train", with_base([f"run.dir={tmp_path}"]))).launch

@@ -55,7 +55,7 @@ def make() -> Callable[..., TrainConfig]:
 
 
 def scores(run: Path) -> list[dict]:
-    """What the run computed, without times."""
+    """Return the computed values of a run, without times."""
     kept = ("loss", "validation_loss", "grad_norm", "step")
     return [
         {key: value for key, value in record.items() if key in kept or "/" in key}
@@ -112,7 +112,7 @@ def test_a_curriculum_begins_with_short_words(make) -> None:
 def test_a_run_ends_at_its_target(
     make, warm_ranks: WarmRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two evaluations in a row at the target end it; after another it goes on as if it had none."""
+    """Two evaluations in a row at the target end the run. With another target it continues exactly."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     frequent = ["trainer.eval_every=2", "task.curriculum=[[2,1],[4,4]]"]
     easy = "task.stop_at=[[train_length/token_accuracy,0.0]]"

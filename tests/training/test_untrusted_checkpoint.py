@@ -56,7 +56,7 @@ MODEL = "deepspeed/mp_rank_00_model_states.pt"
 
 
 def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, str]:
-    """On a rank: load a checkpoint with a payload in each of its files; by file, why it was refused."""
+    """Load, on a rank, checkpoints with a payload in one of their files. Return the error for each file."""
     engine = build_engine(make_model(config), resolve(config).config)
     manager = CheckpointManager(engine, folder / "own", keep=0, keep_every=0, log=print)
     manager.save(TrainState(step=1))
