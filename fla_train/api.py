@@ -17,6 +17,7 @@ from fla_train.cli.eval import register as register_eval
 from fla_train.cli.overrides import as_written
 from fla_train.data.dataset import Dataset
 from fla_train.data.sampler import PackedDataset
+from fla_train.eval.config import SuiteConfig
 from fla_train.run import Run
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch
@@ -94,8 +95,13 @@ def build_model(config: TrainConfig) -> "PreTrainedModel":
     return build_model(plan.config, plan.open_data())
 
 
-def check_suite(suite: str, options: Sequence[str]) -> None:
-    """Check the `fla-eval` request that training makes every `trainer.suite_every` steps.
+def check_suite(
+    suite: str, options: Sequence[str], keys: str = "trainer.suite and trainer.suite_options"
+) -> SuiteConfig:
+    """Return the suite of a `fla-eval` request, which evaluates a language model during or after training.
+
+    Args:
+        keys: what errors call the request.
 
     Raises:
         ValueError: `fla-eval` would reject it.
@@ -108,4 +114,5 @@ def check_suite(suite: str, options: Sequence[str]) -> None:
         if config.suite.expressivity is not None:
             raise ValueError(f"suite={suite} is for models of a synthetic task, this one is trained on text")
     except ValueError as error:
-        raise ValueError(f"trainer.suite and trainer.suite_options: {error}") from error
+        raise ValueError(f"{keys}: {error}") from error
+    return config.suite

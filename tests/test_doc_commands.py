@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from fla_train.api import check_suite
-from fla_train.cli import app, doctor, export, generate, prepare, runs, train_list
+from fla_train.cli import app, compare_models, doctor, export, generate, prepare, runs, train_list
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench import parse
@@ -164,6 +164,9 @@ def check(words: list[str]) -> None:
             request = train_list.build_parser().parse_intermixed_args(arguments)
             if (ROOT / request.list).exists():
                 assert train_list.read_list(ROOT / request.list)
+        case ["fla-runs", "compare", *arguments]:
+            request = compare_models.build_parser().parse_intermixed_args(arguments)
+            assert compare_models.read_comparison(ROOT / request.file, request.overrides)
         case ["fla-runs", *arguments]:
             runs.build_parser().parse_args(arguments)
         case _:

@@ -4,6 +4,7 @@ fla-runs runs/sweep                                            # every run at or
 fla-runs runs/a runs/b --metric validation_loss --png curves.png
 fla-runs runs --csv > runs.csv
 fla-runs train LIST.yaml                                       # train a list of runs
+fla-runs compare FILE.yaml                                     # compare models fairly
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fla_train.cli.app import fail_by, interruptible, leave
+from fla_train.cli.compare_models import compare
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
 from fla_train.utils.overrides import plain
@@ -35,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="fla-runs",
         description="List the runs at or below folders, the best first: size, status, losses, tokens per "
         "second and what differs between their configs; and draw their curves. `fla-runs train --help` is "
-        "about training many.",
+        "about training many, `fla-runs compare --help` about comparing models.",
     )
     add_version(parser)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a sweep, or a folder of them")
@@ -151,8 +153,8 @@ def show(request: argparse.Namespace) -> None:
 def main() -> None:
     """Run the console command."""
     try:
-        if sys.argv[1:2] == ["train"]:
-            leave(train_list(sys.argv[2:]))
+        if command := {"train": train_list, "compare": compare}.get("".join(sys.argv[1:2])):
+            leave(command(sys.argv[2:]))
         show(build_parser().parse_args())
     except BrokenPipeError:  # `fla-runs runs | head`
         leave(0)

@@ -14,8 +14,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from fla_train.cli.app import INTERRUPTED
@@ -24,6 +26,24 @@ from fla_train.utils.safe_files import read_yaml
 
 GRACE = 45.0  # seconds before the end of --seconds in which runs save a checkpoint
 POLL = 0.2  # seconds
+SKIPPED = ("finished", "running", "diverged")  # states of jobs that are not started
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that runs as a process of its own, and that the same command continues.
+
+    Attributes:
+        command: `train` or `eval`.
+        overrides: overrides of the command.
+        folder: the command writes here; `output.txt` gets what it prints.
+        status: returns the state of `folder`: `new`, `stopped`, or one of `SKIPPED`.
+    """
+
+    command: str
+    overrides: Sequence[str]
+    folder: Path
+    status: Callable[[], str]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,17 +54,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("list", type=Path, metavar="LIST.yaml", help="shared overrides, and runs by name")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more overrides for every run")
-    parser.add_argument("--folder", type=Path, help="folder of the runs (default: runs/LIST)")
     parser.add_argument(
         "--only", action="append", metavar="GLOB", help="train the runs whose name matches; may be repeated"
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on each GPU, or on the CPU")
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that trains several runs."""
+    parser.add_argument("--folder", type=Path, help="folder of the runs (default: runs/ and the file's name)")
     parser.add_argument("--gpus", metavar="N,N", help="GPUs to use (default: all; none: the CPU)")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop all runs with a checkpoint by then"
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
-    return parser
 
 
 def read_list(file: Path) -> dict[str, list[str]]:
@@ -68,29 +93,31 @@ def status(folder: Path) -> str:
     return Run(folder).status if (folder / "config.yaml").is_file() else "new"
 
 
-def train_runs(
-    runs: Mapping[str, Sequence[str]],
-    folder: Path,
-    slots: Sequence[str],
-    seconds: float = float("inf"),
+def training_job(folder: Path, overrides: Sequence[str], status: Callable[[], str]) -> Job:
+    """Return the job that trains a run as a single process, without W&B."""
+    ours = [assign("run.dir", folder), "logger=none", "launch.num_processes=1", "trainer.keep_checkpoints=1"]
+    return Job("train", [*ours, *overrides], folder, status)
+
+
+def run_jobs(
+    jobs: Mapping[str, Job], slots: Sequence[str], seconds: float = float("inf")
 ) -> tuple[dict[str, str], int | None]:
-    """Train all runs that have not finished, `len(slots)` at once, each as a single process.
+    """Run all jobs that are not in a state of `SKIPPED`, `len(slots)` at once.
 
     Args:
-        runs: overrides of `fla-train` by name.
-        folder: each run's folder is `folder / name`.
-        slots: the GPU of each concurrent run, "" for the CPU.
-        seconds: time for all of it. Runs are asked to save and stop `GRACE` seconds before its end.
+        jobs: jobs by name.
+        slots: the GPU of each concurrent job, "" for the CPU.
+        seconds: time for all of it. Jobs are asked to save and stop `GRACE` seconds before its end.
 
     Returns:
-        the reason of each failed run by name, and the signal that stopped the list or None.
+        the reason of each failed job by name, and the signal that stopped the list or None.
     """
     from fla_train.utils.processes import start_command
 
     stopped: list[int] = []
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     previous = {number: signal.signal(number, lambda n, _: stopped.append(n)) for number in handled}
-    waiting, free, failed = list(runs), list(slots), {}
+    waiting, free, failed = list(jobs), list(slots), {}
     running: dict[str, tuple[subprocess.Popen, str]] = {}
     end, asked = time.monotonic() + seconds, False
     try:
@@ -101,18 +128,18 @@ def train_runs(
                     process.send_signal(signal.SIGTERM)
             while waiting and free and not asked:
                 name = waiting.pop(0)
-                if (state := status(folder / name)) in ("finished", "running"):
+                job = jobs[name]
+                if (state := job.status()) in SKIPPED:
                     print(f"{state:10} {name}", flush=True)
                     continue
-                (folder / name).mkdir(parents=True, exist_ok=True)
+                job.folder.mkdir(parents=True, exist_ok=True)
                 slot = free.pop(0)
                 # One thread each, so that results do not depend on how many run at once. Kernels of other
                 # libraries that tune themselves keep the outcome in Triton's cache.
                 variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": slot}
                 variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
-                ours = [assign("run.dir", folder / name), "logger=none", "launch.num_processes=1"]
-                ours += ["trainer.keep_checkpoints=1", *runs[name]]
-                running[name] = start_command("train", ours, folder / name / "output.txt", **variables), slot
+                log = job.folder / "output.txt"
+                running[name] = start_command(job.command, job.overrides, log, **variables), slot
                 print(f"started    {name}", flush=True)
             for name, (process, slot) in list(running.items()):
                 if process.poll() is None:
@@ -120,10 +147,10 @@ def train_runs(
                 del running[name]
                 free.append(slot)
                 if process.returncode and not asked:
-                    lines = (folder / name / "output.txt").read_text(errors="replace").split("\n")
+                    lines = (jobs[name].folder / "output.txt").read_text(errors="replace").split("\n")
                     errors = [line for line in lines if line.startswith("error: ")]
                     failed[name] = errors[0] if errors else f"error: exit status {process.returncode}"
-                print(f"{status(folder / name):10} {name}  {failed.get(name, '')}".rstrip(), flush=True)
+                print(f"{jobs[name].status():10} {name}  {failed.get(name, '')}".rstrip(), flush=True)
             if asked and time.monotonic() > end:
                 for process, _ in running.values():
                     process.kill()
@@ -132,6 +159,28 @@ def train_runs(
         for number, handler in previous.items():
             signal.signal(number, handler)
     return failed, stopped[0] if stopped else None
+
+
+def gpu_slots(gpus: str | None, jobs: int) -> list[str]:
+    """Return the GPU of each job that runs at once, "" for the CPU.
+
+    Args:
+        gpus: numbers of GPUs with commas between them; `none`: the CPU; None: all that are visible.
+        jobs: jobs at once on each GPU, or on the CPU.
+    """
+    visible = gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        from torch.cuda import device_count
+
+        visible = ",".join(map(str, range(device_count())))
+    return ([gpu for gpu in visible.split(",") if gpu and gpu != "none"] or [""]) * jobs
+
+
+def exit_status(number: int) -> int:
+    """Return the exit status of a command that a signal stopped."""
+    from fla_train.training.preemption import EXIT_CODE
+
+    return INTERRUPTED if number == signal.SIGINT else EXIT_CODE
 
 
 def train_list(arguments: Sequence[str]) -> int:
@@ -153,15 +202,11 @@ def train_list(arguments: Sequence[str]) -> int:
     if request.dry_run:
         print(*(f"{status(folder / name):10} {name}  {' '.join(runs[name])}" for name in runs), sep="\n")
         return 0
-    visible = request.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        from torch.cuda import device_count
-
-        visible = ",".join(map(str, range(device_count())))
-    gpus = [gpu for gpu in visible.split(",") if gpu and gpu != "none"] or [""]
-    failed, number = train_runs(runs, folder, gpus * request.jobs, request.seconds)
+    jobs = {
+        name: training_job(folder / name, overrides, partial(status, folder / name))
+        for name, overrides in runs.items()
+    }
+    failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
     if number is not None:
-        from fla_train.training.preemption import EXIT_CODE
-
-        return INTERRUPTED if number == signal.SIGINT else EXIT_CODE
+        return exit_status(number)
     return 1 if failed else 0

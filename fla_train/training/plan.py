@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -100,6 +101,11 @@ def read_plan(path: Path) -> RunPlan:
         raise ValueError(f"{path} is not a plan of this version: {' '.join(str(error).split())}") from error
 
 
+def count_node(node: dict[str, Any]) -> ParameterCount:
+    """Count the parameters of a `model` node without weights."""
+    return count_parameters(build_on_meta(node) if is_zoo(node) else build_model_config(node))
+
+
 def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | None) -> RunPlan:
     """Compute the plan of a resolved config.
 
@@ -112,14 +118,13 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
         open_training_data(config, data)  # raises its errors before the start
     parts = data.parts().items() if data else ()
     held_out = {name: part.manifest["splits"]["validation"] for name, part in parts}
-    node = config.model
-    count = count_parameters(build_on_meta(node) if is_zoo(node) else build_model_config(node))
+    count = count_node(config.model)
     tokens = trainer.max_steps * trainer.global_batch_tokens
     flops = _training_flops(config)
     peak = peak_flops(ASSUMED_GPU, "bf16", config.launch.peak_tflops)
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
-    width = 2 if (node["vocab_size"] or 0) <= 1 << 16 else 4
+    width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
     gpu_hours = flops * tokens / (ASSUMED_MFU * peak) / 3600
     return RunPlan(
         request=request,

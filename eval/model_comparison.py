@@ -1,0 +1,173 @@
+"""Table, warnings and figure of models that were trained with several learning rates and seeds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import EngFormatter, NullFormatter
+from scipy.special import stdtrit
+
+from fla_train.eval.figures import grid
+from fla_train.eval.intervals import LEVEL, Mean
+from fla_train.eval.tables import markdown_table
+
+POWER = 0.8  # probability with which the smallest detectable difference is detected
+TRANSIENT = 0.5  # nats per doubling of the tokens
+LOSS, FALL = "validation loss", "loss fall per doubling"
+FORMATS = {LOSS: ".4f", "bits per byte": ".4f", FALL: ".2f", "tokens/s": ",.0f", "memory (GiB)": ".2f"}
+
+
+def long_table(runs: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean of each metric over the seeds of each model, with its 95% interval by Student's t.
+
+    Args:
+        runs: one row for each number of a run: `model`, `seed`, `metric`, `value`.
+        models: `parameters` and `learning_rate`, indexed by model.
+
+    Returns:
+        one row for each model and metric: `model`, `parameters`, `learning_rate`, `metric`, `seeds`, `value`,
+        `stderr`, `low`, `high`, and the `detectable_difference` of the metric.
+    """
+    rows = []
+    for metric, numbers in runs.groupby("metric", sort=False):
+        values = {model: group.to_numpy() for model, group in numbers.groupby("model", sort=False).value}
+        least = detectable_difference(list(values.values()))
+        for model in models[models.index.isin(list(values))].itertuples():
+            row = {"model": model.Index, "parameters": model.parameters, "learning_rate": model.learning_rate}
+            row |= {"metric": metric, "seeds": len(values[model.Index])}
+            row |= Mean.of(values[model.Index], np.ones(row["seeds"])).numbers()._asdict()
+            rows.append(row | {"detectable_difference": least})
+    return pd.DataFrame(rows)
+
+
+def detectable_difference(groups: Sequence[np.ndarray]) -> float | None:
+    """Return the smallest difference between two models that a t test detects with a probability of 80%.
+
+    The test is two-sided at 5%. The standard deviation over seeds is pooled over all models, and the number
+    of seeds is the smallest of all models with at least two.
+
+    Args:
+        groups: values of each model, one for each seed.
+    """
+    groups = [values for values in groups if len(values) > 1 and np.isfinite(values).all()]
+    if not groups:
+        return None
+    freedom = sum(len(values) - 1 for values in groups)
+    variance = sum(((values - values.mean()) ** 2).sum() for values in groups) / freedom
+    quantiles = stdtrit(freedom, (1 + LEVEL) / 2) + stdtrit(freedom, POWER)
+    return float(quantiles * math.sqrt(2 * variance / min(map(len, groups))))
+
+
+def fall_per_doubling(tokens: pd.Series, losses: pd.Series) -> float:
+    """Return by how many nats the loss falls per doubling of the tokens, in the second half of the tokens.
+
+    This is the slope of a least-squares line through the losses over log2(tokens). NaN for fewer than three
+    losses.
+    """
+    late = (tokens > tokens.max() / 2) & np.isfinite(losses)
+    return -float(np.polyfit(np.log2(tokens[late]), losses[late], 1)[0]) if late.sum() > 2 else math.nan
+
+
+def find_warnings(table: pd.DataFrame, sweep: pd.DataFrame) -> list[str]:
+    """Return what makes the comparison doubtful: diverged runs, best rates at an edge, initial transients.
+
+    Args:
+        table: from `long_table`.
+        sweep: a row for each run of the sweep: `model`, `learning_rate`, `value` (infinite if it diverged).
+    """
+    warnings, losses = [], table[table.metric == LOSS]
+    for row in sweep[np.isinf(sweep.value)].itertuples():
+        warnings.append(f"{row.model}: training diverged at learning rate {row.learning_rate:g}")
+    for row in losses.itertuples():
+        rates = sweep.learning_rate[sweep.model == row.model]
+        if row.learning_rate in (rates.min(), rates.max()):
+            warnings.append(
+                f"{row.model}: the best learning rate, {row.learning_rate:g}, is at the edge of the sweep: "
+                "add learning rates beyond it"
+            )
+    for row in losses[np.isinf(losses.value)].itertuples():
+        warnings.append(f"{row.model}: a seed diverged at the best learning rate, {row.learning_rate:g}")
+    for row in table[(table.metric == FALL) & (table.value > TRANSIENT)].itertuples():
+        warnings.append(
+            f"{row.model}: in the second half of training the loss still falls by {row.value:.2f} nats per "
+            f"doubling of the tokens, more than {TRANSIENT}: the run ends in its initial transient, and the "
+            "order of models may change with more tokens"
+        )
+    return warnings
+
+
+def write_report(
+    folder: Path,
+    runs: pd.DataFrame,
+    models: pd.DataFrame,
+    sweep: pd.DataFrame,
+    curves: Mapping[str, pd.DataFrame],
+    notes: Sequence[str],
+) -> None:
+    """Write table.csv (each number), table.md and comparison.png.
+
+    Args:
+        runs, models: see `long_table`.
+        sweep: see `find_warnings`.
+        curves: columns `tokens` and `loss` of a run of each model.
+        notes: further sentences below the table.
+    """
+    table = long_table(runs, models)
+    table.to_csv(folder / "table.csv", index=False)
+    losses = table[table.metric == LOSS].sort_values("value", kind="stable")
+    lines = ["# Comparison", "", *markdown_table(_summary(table, losses.model)), ""]
+    if pd.notna(difference := losses.detectable_difference.iloc[0]):
+        lines.append(
+            f"- ± is half of a 95% interval over seeds. Smallest detectable difference of the validation loss: "
+            f"{difference:.4f} nats (two-sided 5% t test, {POWER:.0%} power, deviation pooled over models)."
+        )
+    lines += [f"- Warning: {text}." for text in find_warnings(table, sweep)]
+    lines += [f"- {note}." for note in notes]
+    (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _draw(folder / "comparison", losses, sweep, curves)
+
+
+def _summary(table: pd.DataFrame, order: Sequence[str]) -> pd.DataFrame:
+    """Return a row of text for each model in this order, with a column for each metric."""
+    rows = []
+    for model in order:
+        numbers = {row.metric: row for row in table[table.model == model].itertuples()}
+        loss = numbers[LOSS]
+        cells = {"model": model, "parameters": f"{loss.parameters:,}"}
+        cells |= {"learning rate": f"{loss.learning_rate:g}", "seeds": str(loss.seeds)}
+        rows.append(cells | {name: _cell(numbers.get(name)) for name in table.metric.unique()})
+    return pd.DataFrame(rows)
+
+
+def _cell(row: Any) -> str:
+    """Format a row of `long_table` with half of its interval."""
+    if row is None or math.isnan(row.value):
+        return "-"
+    form = FORMATS.get(row.metric, ".4g")
+    return f"{row.value:{form}}" + ("" if pd.isna(row.low) else f" ± {row.high - row.value:{form}}")
+
+
+def _draw(file: Path, losses: pd.DataFrame, sweep: pd.DataFrame, curves: Mapping[str, pd.DataFrame]) -> None:
+    """Draw losses with intervals, losses against learning rates, and training curves; a color per model."""
+    with grid(file, 1, 3, (4.2, 3.0)) as axes:
+        final, rates, training = axes[0]
+        for i, row in enumerate(losses.itertuples()):
+            style = {"color": f"C{i}", "label": row.model}
+            final.plot(row.value, i, marker="o", ls="none", **style)
+            final.hlines(i, row.low, row.high, color=f"C{i}")
+            swept = sweep[(sweep.model == row.model) & np.isfinite(sweep.value)].sort_values("learning_rate")
+            rates.plot(swept.learning_rate, swept.value, marker="o", markersize=3, **style)
+            training.plot(curves[row.model].tokens, curves[row.model].loss, linewidth=0.8, **style)
+        final.set_yticks(range(len(losses)), losses.model)
+        final.invert_yaxis()
+        final.set(title="95% intervals over seeds", xlabel="validation loss (nats per token)")
+        rates.set(title="learning rates", xlabel="peak learning rate", ylabel="validation loss")
+        rates.set_xscale("log")
+        ticks = sorted(sweep.learning_rate.unique())
+        rates.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        rates.xaxis.set_minor_formatter(NullFormatter())
+        training.set(title="first seed", xlabel="training tokens", ylabel="training loss")
+        training.xaxis.set_major_formatter(EngFormatter())

@@ -1,0 +1,271 @@
+"""Plan and read the runs of `fla-runs compare`: equal sizes, best learning rates, numbers of each run."""
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from omegaconf import OmegaConf
+
+from fla_train.api import check_suite, compose
+from fla_train.cli.compare_models import FIRST, MULTIPLE, ComparisonConfig, SizeConfig
+from fla_train.cli.train_list import Job, status, training_job
+from fla_train.eval.model_comparison import FALL, LOSS, fall_per_doubling, write_report
+from fla_train.eval.result import EvalResult
+from fla_train.models.build import is_zoo
+from fla_train.run import Run
+from fla_train.training.plan import RunPlan, count_node
+from fla_train.training.resolve import resolve
+from fla_train.utils.filesystem import write_whole
+from fla_train.utils.overrides import assign
+from fla_train.utils.safe_files import read_json
+
+SINGLE = ("launch.num_processes=1", "logger=none")
+LARGEST = 2**14  # steps of a size that is solved for
+TEXT = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
+
+
+def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
+    """Return the value of `size.field` at which a model's number of parameters is nearest to `target`.
+
+    Args:
+        node: resolved `model` node of a config.
+
+    Raises:
+        ValueError: the field does not exist, or no value gives so many parameters.
+    """
+
+    @cache
+    def count(steps: int) -> int:
+        changed = OmegaConf.create(node)
+        OmegaConf.update(changed, size.field.removeprefix("model."), steps * size.multiple, force_add=True)
+        return count_node(OmegaConf.to_container(changed)).total
+
+    most = 1
+    while count(most) < target and most < LARGEST:
+        most *= 2
+    if not count(1) <= target <= count(most):
+        raise ValueError(
+            f"{size.field} gives {count(1):,} (at {size.multiple}) to {count(most):,} parameters (at "
+            f"{most * size.multiple}), not {target:,}: name another field in `sizes`, or change the model"
+        )
+    upper = bisect_left(range(most), target, lo=1, key=count)
+    return size.multiple * min(max(1, upper - 1), upper, key=lambda steps: abs(count(steps) - target))
+
+
+def plan_model(
+    overrides: Sequence[str], size: SizeConfig | None, target: int | None, data: str
+) -> tuple[RunPlan, list[str]]:
+    """Return the plan of a model's run, and the override that sets its solved size, if there is one.
+
+    Args:
+        size: what to solve for; None: the MLP's width.
+        target: number of parameters, None: as they are.
+        data: `prepare` or `none`.
+
+    Raises:
+        ValueError: the overrides do not fit, there is no validation loss, or the size can't be solved.
+    """
+    plan = resolve(compose(*overrides, *SINGLE), data=data)
+    if plan.config.task is not None:
+        raise ValueError("models are compared on text: write tasks in `tasks`")
+    if plan.validation_tokens and max(plan.validation_tokens.values()) < plan.config.trainer.seq_len:
+        raise ValueError("the validation split is shorter than a sequence: raise data.validation_fraction")
+    prefix = "model.config." if is_zoo(plan.config.model) else "model."
+    size = size or SizeConfig(f"{prefix}intermediate_size", MULTIPLE)
+    if size.field is None or target in (None, plan.parameters_held):
+        return plan, []
+    solved = assign(size.field, solve_size(plan.config.model, size, target))
+    return resolve(compose(*overrides, solved, *SINGLE), data=data), [solved]
+
+
+def run_state(folder: Path) -> str:
+    """Return the status of a run; `diverged` if it stopped because too many steps in a row were skipped."""
+    if (state := status(folder)) != "stopped":
+        return state
+    run = Run(folder)
+    most = run.settings["trainer.max_skipped_steps"]
+    # Skipped steps are always logged.
+    records = [record for record in run.records if "skipped_steps" in record][-most:]
+    good_steps = {record["step"] - record["skipped_steps"] for record in records}
+    diverged = len(good_steps) == 1 and len(records) == most <= records[-1]["skipped_steps"]
+    return "diverged" if diverged else state
+
+
+class Comparison:
+    """Runs of a comparison and their results.
+
+    A run is called `MODEL/lr-RATE/seed-N`, on a task `MODEL/TASK/seed-N`, as its folder. Its evaluations are
+    in `eval/SUITE` below it.
+
+    Args:
+        prepare: prepare the data, which decide the vocabulary, before several runs do it at once.
+
+    Raises:
+        ValueError: names the model or the suite that has an error.
+    """
+
+    def __init__(self, config: ComparisonConfig, folder: Path, *, prepare: bool):
+        self.config, self.folder = config, folder
+        suites = {name: check_suite(name, words, f"suites.{name}") for name, words in config.suites.items()}
+        self.suites = {name: json.loads(json.dumps(asdict(suite))) for name, suite in suites.items()}
+        # Plan of each model's run, and the override of its solved size.
+        self.plans: dict[str, tuple[RunPlan, list[str]]] = {}
+        # Overrides of all runs that may be needed.
+        self.overrides: dict[str, list[str]] = {}
+        target = None if config.parameters == FIRST else config.parameters
+        for name, words in config.models.items():
+            text = [*config.base, *words, f"trainer.max_tokens={config.tokens}"]
+            tasks = {task: [*words, *content.overrides] for task, content in config.tasks.items()}
+            try:
+                plan, size = plan_model(
+                    text, config.sizes.get(name), target, "prepare" if prepare else "none"
+                )
+                for overrides in tasks.values():
+                    resolve(compose(*overrides, *SINGLE))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            self.plans[name] = plan, size
+            if config.parameters == FIRST:
+                target = target or plan.parameters_held
+            runs = {f"lr-{r}": [*text, *size, f"optimizer.lr={r}"] for r in config.learning_rates}
+            for run, overrides in (runs | tasks).items():
+                for seed in config.seeds:
+                    self.overrides[f"{name}/{run}/seed-{seed}"] = [*overrides, f"seed={seed}"]
+
+    def plan_text(self) -> str:
+        """Return the models with their sizes, and the number of runs on text, of their tokens and hours."""
+        of_model = len(self.config.learning_rates) + len(self.config.seeds) - 1
+        runs, hours = (
+            of_model * len(self.plans),
+            of_model * sum(plan.gpu_hours for plan, _ in self.plans.values()),
+        )
+        lines = [
+            f"{n:24} {p.parameters_held:>13,} parameters  {' '.join(s)}" for n, (p, s) in self.plans.items()
+        ]
+        total = f"{runs} runs, {runs * self.config.tokens:,} tokens, about {hours:,.1f} hours of an H100"
+        return "\n".join([*lines, total])
+
+    def record_overrides(self) -> None:
+        """Write the overrides of all runs to runs.json, so that a later call does not mix requests.
+
+        Raises:
+            ValueError: a run in the folder was started with other overrides.
+        """
+        file = self.folder / "runs.json"
+        earlier = read_json(file) if file.is_file() else {}
+        for name, overrides in self.overrides.items():
+            if earlier.get(name, overrides) != overrides and status(self.folder / name) != "new":
+                changed = ", ".join(sorted({*earlier[name]} ^ {*overrides}))
+                raise ValueError(
+                    f"{self.folder / name} was started with other overrides ({changed}): give a new "
+                    "--folder, or delete the runs that changed"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(earlier | self.overrides, indent=1) + "\n")
+
+    def sweep(self) -> dict[str, Job]:
+        """Return the jobs of the first seed at each learning rate, and of all tasks."""
+        first = f"seed-{self.config.seeds[0]}"
+        return self._training(lambda model, run, seed: seed == first or run in self.config.tasks)
+
+    def seeds(self) -> dict[str, Job]:
+        """Return the jobs of all seeds at the best learning rate of each model that has one."""
+        best = {(row.model, row.run) for row in self.best(self.numbers()).itertuples()}
+        return self._training(lambda model, run, seed: (model, run) in best)
+
+    def evaluations(self) -> dict[str, Job]:
+        """Return the jobs that evaluate the finished runs of `seeds`."""
+        jobs = {}
+        for name, training in self.seeds().items():
+            for suite, options in self.config.suites.items() if training.status() == "finished" else ():
+                output = training.folder / "eval" / suite
+                words = [assign("checkpoint", training.folder), assign("output", output), f"suite={suite}"]
+                state = partial(self._evaluation_state, output)
+                jobs[f"{name}/eval/{suite}"] = Job("eval", [*words, *options], output, state)
+        return jobs
+
+    def _training(self, chosen: Callable[[str, str, str], bool]) -> dict[str, Job]:
+        folders = {name: self.folder / name for name in self.overrides if chosen(*name.split("/"))}
+        return {n: training_job(f, self.overrides[n], partial(run_state, f)) for n, f in folders.items()}
+
+    def _evaluation_state(self, output: Path) -> str:
+        """Return `finished` if the evaluation is complete and has the settings of the suite."""
+        if not (output / "results.json").is_file():
+            return "new"
+        result = EvalResult.load(output / "results.json")
+        return "stopped" if result.errors or result.suite != self.suites[output.name] else "finished"
+
+    def numbers(self) -> pd.DataFrame:
+        """Return each number of each run that is over: `model`, `run`, `seed`, `metric`, `value`."""
+        rows = [(*n.split("/"), *item) for n in self.overrides for item in self._numbers(n).items()]
+        return pd.DataFrame(rows, columns=["model", "run", "seed", "metric", "value"])
+
+    def _numbers(self, name: str) -> dict[str, float]:
+        folder, task = self.folder / name, name.split("/")[1]
+        if (state := run_state(folder)) not in ("finished", "diverged"):
+            return {}
+        metrics = Run(folder).metrics
+        if task in self.config.tasks:
+            metric = self.config.tasks[task].metric
+            if state == "diverged":
+                return {f"{task} {metric}": math.nan}
+            if metric not in metrics:
+                raise ValueError(f"tasks.{task}.metric={metric} is not in {folder / 'metrics.jsonl'}")
+            return {f"{task} {metric}": float(metrics[metric].iloc[-1])}
+        metrics = metrics.reindex(columns=TEXT).astype(float)
+        loss, bits = metrics[["validation_loss", "validation_bits_per_byte"]].iloc[-1]
+        numbers = {
+            LOSS: loss if state == "finished" and math.isfinite(loss) else math.inf,
+            "bits per byte": bits,
+            FALL: fall_per_doubling(metrics.tokens, metrics.loss),
+            "tokens/s": metrics.tokens_per_second.median(),
+            "memory (GiB)": metrics.memory_gib.max(),
+        }
+        for output in (folder / "eval" / suite for suite in self.suites):
+            if self._evaluation_state(output) == "finished":
+                for score in EvalResult.load(output / "results.json").scores:
+                    if score.section != "perplexity" or score.metric == "perplexity":
+                        length = "" if score.length is None else f" at {score.length:,}"
+                        numbers[f"{score.data} {score.metric}{length}"] = score.value
+        return numbers
+
+    def losses(self, numbers: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of `numbers` with the losses of the sweep, with their `learning_rate`."""
+        first = f"seed-{self.config.seeds[0]}"
+        losses = numbers[(numbers.metric == LOSS) & (numbers.seed == first)]
+        return losses.assign(learning_rate=losses.run.str.removeprefix("lr-").astype(float))
+
+    def best(self, numbers: pd.DataFrame) -> pd.DataFrame:
+        """Return the best row of `losses` of each model whose sweep is complete and has a finite loss."""
+        losses, rates = self.losses(numbers).sort_values("value", kind="stable"), self.config.learning_rates
+        complete = losses.groupby("model").value.transform("size") == len(rates)
+        return losses[complete & (losses.value < math.inf)].drop_duplicates("model")
+
+    def report(self, left: int) -> None:
+        """Write and print the table and draw the figure, as far as the runs are finished.
+
+        Args:
+            left: number of runs and evaluations that are not.
+        """
+        numbers = self.numbers()
+        best = self.best(numbers).set_index("model")
+        notes = [f"{self.config.tokens:,} tokens a run, {self.config.jobs} run(s) at once on each device"]
+        if left:
+            notes.append(f"Not complete: {left} runs or evaluations are left; the same command continues")
+        if best.empty:
+            print(*notes[1:], "No model has finished its sweep", sep="\n")
+            return
+        best["parameters"] = [self.plans[model][0].parameters_held for model in best.index]
+        folders = {row.Index: self.folder / row.Index / row.run / row.seed for row in best.itertuples()}
+        curves = {name: Run(folder).metrics[["tokens", "loss"]] for name, folder in folders.items()}
+        chosen = numbers.model.map(best.run) == numbers.run
+        chosen |= numbers.run.isin(self.config.tasks) & numbers.model.isin(best.index)
+        write_report(self.folder, numbers[chosen], best, self.losses(numbers), curves, notes)
+        print((self.folder / "table.md").read_text())
+        print(*(self.folder / name for name in ("table.csv", "comparison.png")), sep="\n")

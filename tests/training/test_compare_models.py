@@ -1,0 +1,182 @@
+"""`fla-runs compare`: equal sizes, best rates and seeds, and what its table says about them."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from scipy import stats
+from warm_ranks import WarmRanks
+
+from fla_train.api import compose
+from fla_train.cli import app
+from fla_train.cli.compare_models import SizeConfig, compare, read_comparison
+from fla_train.cli.comparison import run_state, solve_size
+from fla_train.eval import model_comparison
+from fla_train.eval.run import evaluate
+from fla_train.models.build import build_on_meta
+from fla_train.utils import processes
+
+SUITE = ["suite.perplexity.lengths=[16,32]", "suite.perplexity.bucket=16", "device=cpu"]
+COMPARISON = {
+    "models": {
+        "DeltaNet": ["model=delta_net/tiny", "model.num_heads=2", "model.head_dim=16"],
+        "Llama, small": ["model=hf/llama/tiny"],
+    },
+    "tokens": 1600,
+    "learning_rates": [1e-3, 1e-2],
+    "seeds": [0, 1],
+    "sizes": {"Llama, small": {"field": "model.config.intermediate_size", "multiple": 4}},
+    "suites": {"perplexity": SUITE},
+}
+
+
+@pytest.fixture
+def file(overrides: list[str], tmp_path: Path) -> Path:
+    """A comparison of two tiny models."""
+    ours = ("model.num_heads", "model.head_dim", "model.vocab_size", "optimizer.lr", "trainer.max_steps")
+    base = [text for text in overrides if text.split("=")[0] not in ours] + ["launch.device=cpu"]
+    path = tmp_path / "sizes.yaml"
+    path.write_text(yaml.safe_dump({"base": base, **COMPARISON}, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def started(warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs and evaluations that were started, done by warm ranks. After the second, Ctrl-C arrives."""
+    names = []
+
+    def start(command: str, words: list[str], log: Path, **variables: str) -> SimpleNamespace:
+        log.touch()
+        names.append(str(log.parent))
+        if command == "train":
+            warm_ranks.launch(compose(*words))
+        else:
+            evaluate(OmegaConf.to_object(app.compose("eval", words)), progress=False)
+        if len(names) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(poll=lambda: 0, returncode=0, send_signal=lambda number: None)
+
+    monkeypatch.setattr(processes, "start_command", start)
+    return names
+
+
+def test_an_interrupted_comparison_continues(file: Path, started: list[str], tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "runs"
+    words = [str(file), "--folder", str(folder), "--gpus", "none"]
+    assert compare([*words, "--dry-run"]) == 0 and not folder.exists()
+    assert "6 runs, 9,600 tokens" in capsys.readouterr().out
+    assert compare(words) == app.INTERRUPTED and len(started) == 2
+    assert "Not complete" in (folder / "table.md").read_text()
+    assert compare(words) == 0 and len(started) == len(set(started)) == 6 + 4
+    table = pd.read_csv(folder / "table.csv").set_index(["model", "metric"])
+    for model in COMPARISON["models"]:
+        row = table.loc[model, "validation loss"]
+        runs = [folder / model / f"lr-{row.learning_rate}" / f"seed-{seed}" for seed in (0, 1)]
+        lines = [(run / "metrics.jsonl").read_text().splitlines() for run in runs]
+        records = [[json.loads(line) for line in content] for content in lines]
+        losses = [[r["validation_loss"] for r in run if "validation_loss" in r][-1] for run in records]
+        assert row.value == pytest.approx(np.mean(losses)) and row.seeds == 2
+        interval = stats.t.interval(0.95, 1, np.mean(losses), stats.sem(losses))
+        assert (row.low, row.high) == pytest.approx(interval)
+        assert {r["tokens"] for r in records[0]} == {256 * step for step in range(1, 7)}
+        results = [json.loads((run / "eval/perplexity/results.json").read_text()) for run in runs]
+        values = [r["value"] for result in results for r in result["scores"] if r["metric"] == "perplexity"]
+        assert table.loc[model, "validation perplexity at 32"].value == pytest.approx(np.mean(values[1::2]))
+    counts = table.parameters.groupby("model").first()
+    assert abs(counts["DeltaNet"] - counts["Llama, small"]) <= 2 * 3 * 2 * 32
+    text = (folder / "table.md").read_text()
+    assert text.count("is at the edge of the sweep") == 2 and (folder / "comparison.png").is_file()
+    # Another request must not reuse the finished runs.
+    file.write_text(file.read_text().replace("tokens: 1600", "tokens: 2600"))
+    with pytest.raises(ValueError, match=r"trainer\.max_tokens=1600, trainer\.max_tokens=2600"):
+        compare(words)
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix"), [("gated_delta_product/tiny", "model."), ("hf/llama/tiny", "model.config.")]
+)
+def test_the_solved_width_is_the_nearest(model: str, prefix: str) -> None:
+    node = compose(f"model={model}").model | {"vocab_size": 320}
+    size = SizeConfig(f"{prefix}intermediate_size", 8)
+    width = solve_size(node, size, 900_000)
+
+    def distance(value: int) -> int:
+        changed = json.loads(json.dumps(node))
+        (changed.get("config") or changed)["intermediate_size"] = value
+        return abs(sum(p.numel() for p in build_on_meta(changed).parameters()) - 900_000)
+
+    assert width % 8 == 0 and min((width - 8, width, width + 8), key=distance) == width
+    for field, target in (("intermediate_size", 1000), ("max_position_embeddings", 900_000)):
+        with pytest.raises(ValueError, match=f"{field} gives"):
+            solve_size(node, SizeConfig(prefix + field, 8), target)
+    with pytest.raises(ValueError, match="widht"):
+        solve_size(node, SizeConfig(f"{prefix}widht", 8), 900_000)
+
+
+def test_the_detectable_difference_is_detected_four_times_in_five() -> None:
+    draw = np.random.default_rng(0)
+    groups = draw.normal(0, 0.3, (2, 5))
+    groups *= 0.3 / np.sqrt(groups.var(axis=1, ddof=1).mean())  # the pooled deviation is the true one
+    least = model_comparison.detectable_difference(list(groups))
+    first, second = draw.normal(0, 0.3, (20_000, 5)), draw.normal(least, 0.3, (20_000, 5))
+    detected = stats.ttest_ind(first, second, axis=1).pvalue < 0.05
+    assert detected.mean() == pytest.approx(0.8, abs=0.02)
+    assert model_comparison.detectable_difference([np.ones(1), np.array([1.0, np.inf])]) is None
+
+
+def test_the_fall_of_a_power_law_is_its_slope() -> None:
+    tokens = pd.Series(np.arange(1, 2001) * 1000.0)
+    fall = model_comparison.fall_per_doubling(tokens, 2 + 3 * (tokens / tokens.max()) ** -0.3)
+    middle = 3 * 0.3 * np.log(2) * 0.72**-0.3
+    assert fall == pytest.approx(middle, rel=0.02)
+    assert np.isnan(model_comparison.fall_per_doubling(tokens[-2:], tokens[-2:]))
+
+
+def test_doubtful_comparisons_are_warned_of() -> None:
+    models = pd.DataFrame({"parameters": 1, "learning_rate": [1e-3, 1e-3]}, index=["early", "settled"])
+    numbers = [("validation loss", 3.0), ("loss fall per doubling", 0.6)]
+    rows = [("early", seed, *number) for seed in (0, 1) for number in numbers]
+    rows += [("settled", 0, "validation loss", 2.0), ("settled", 1, "validation loss", np.inf)]
+    rows += [("settled", 0, "loss fall per doubling", 0.4)]
+    runs = pd.DataFrame(rows, columns=["model", "seed", "metric", "value"])
+    sweep = [("early", 1e-3, 3.0), ("early", 3e-3, 3.5), ("settled", 3e-4, 2.5), ("settled", 1e-3, 2.0)]
+    sweep += [("settled", 3e-3, np.inf)]
+    sweep = pd.DataFrame(sweep, columns=["model", "learning_rate", "value"])
+    warnings = model_comparison.find_warnings(model_comparison.long_table(runs, models), sweep)
+    assert [text.split(":")[0] for text in warnings] == ["settled", "early", "settled", "early"]
+    for text, expected in zip(warnings, ["rate 0.003", "edge", "seed diverged", "0.60 nats"], strict=True):
+        assert expected in text
+
+
+@pytest.mark.parametrize(("skips", "state"), [(range(5, 8), "diverged"), ([5, 7, 8], "stopped")])
+def test_a_run_that_skipped_too_many_steps_has_diverged(tmp_path: Path, skips, state: str) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 20, max_skipped_steps: 3}")
+    records = [{"step": 1, "skipped_steps": 0}]
+    records += [{"step": step, "skipped_steps": number} for number, step in enumerate(skips, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run_state(tmp_path) == state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rates": [1e-3]}, "rates"),
+        ({"tokens": None}, "tokens"),
+        ({"models": {"a": "model=x"}}, r"models\.a"),
+        ({"models": {"a/b": []}}, "a/b"),
+        ({"seeds": [0, 0]}, "seeds"),
+        ({"sizes": {"Mamba": {}}}, r"sizes\.Mamba"),
+        ({"base": ["optimizer.lr=1"]}, r"optimizer\.lr=1"),
+    ],
+)
+def test_errors_of_a_file_name_the_key(tmp_path: Path, change: dict, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(COMPARISON | change))
+    with pytest.raises(ValueError, match=rf"a\.yaml.*{message}"):
+        read_comparison(tmp_path / "a.yaml")
