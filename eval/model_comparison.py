@@ -121,7 +121,7 @@ def write_report(
     lines = ["# Comparison", "", *markdown_table(_summary(table, losses.model)), ""]
     if pd.notna(difference := losses.detectable_difference.iloc[0]):
         lines.append(
-            f"- ± is half of a 95% interval over seeds. Smallest detectable difference of the validation loss: "
+            "- ± is half of a 95% interval over seeds. Smallest detectable difference of validation losses: "
             f"{difference:.4f} nats (two-sided 5% t test, {POWER:.0%} power, deviation pooled over models)."
         )
     lines += [f"- Warning: {text}." for text in find_warnings(table, sweep)]

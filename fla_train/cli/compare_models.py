@@ -8,13 +8,11 @@
     learning_rates: [7.5e-4, 1.5e-3, 3e-3]
     seeds: [0, 1, 2]
 
-docs/compare.md describes every key. The same command continues an interrupted comparison.
+docs/compare.md describes every key. Call the command again to continue an interrupted comparison.
 """
 
 import argparse
 import re
-import signal
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.overrides import one_line
-from fla_train.cli.train_list import add_options, exit_status, gpu_slots, run_jobs
+from fla_train.cli.train_list import add_options
 from fla_train.hub.saved_config import read_saved
 from fla_train.utils.keys import key, require_valid
 
@@ -89,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fla-runs compare",
         description="Train models of equal size, each at its best learning rate, and compare them over "
-        "seeds. The same command continues an interrupted comparison.",
+        "seeds. Call the command again to continue an interrupted comparison.",
     )
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="models, tokens, learning rates, seeds")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more overrides for the base")
@@ -112,36 +110,3 @@ def read_comparison(file: Path, overrides: Sequence[str] = ()) -> ComparisonConf
     config.base += overrides
     require_valid(config, f"{file}: ")
     return config
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status.
-
-    Raises:
-        ValueError: the file, a model or a run in the folder has an error.
-    """
-    request = build_parser().parse_intermixed_args(arguments)
-    config = read_comparison(request.file, request.overrides)
-    from fla_train.cli.comparison import Comparison  # imports torch: seconds
-
-    folder = request.folder or Path("runs", request.file.stem)
-    comparison = Comparison(config, folder, prepare=not request.dry_run)
-    print(comparison.plan_text())
-    stages = (comparison.sweep, comparison.seeds, comparison.evaluations)
-    if request.dry_run:
-        print(*(f"{job.status():10} {name}" for stage in stages for name, job in stage().items()), sep="\n")
-        return 0
-    comparison.record_overrides()
-    failed, number, end = {}, None, time.monotonic() + request.seconds
-    for stage in stages:
-        if number is None:
-            jobs = stage()
-            errors, number = run_jobs(jobs, gpu_slots(request.gpus, config.jobs), end - time.monotonic())
-            failed |= {name: error for name, error in errors.items() if jobs[name].status() != "diverged"}
-    states = [job.status() for stage in stages for job in stage().values()]
-    left = sum(state not in ("finished", "diverged") for state in states)
-    comparison.report(left)
-    if failed:
-        print(*(f"failed     {name}  {error}" for name, error in failed.items()), sep="\n")
-        return 1
-    return exit_status(number or signal.SIGTERM) if left else 0

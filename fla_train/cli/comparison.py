@@ -1,7 +1,10 @@
 """Plan and read the runs of `fla-runs compare`: equal sizes, best learning rates, numbers of each run."""
 
+import argparse
 import json
 import math
+import signal
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,8 +16,8 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from fla_train.api import check_suite, compose
-from fla_train.cli.compare_models import FIRST, MULTIPLE, ComparisonConfig, SizeConfig
-from fla_train.cli.train_list import Job, status, training_job
+from fla_train.cli.compare_models import FIRST, MULTIPLE, ComparisonConfig, SizeConfig, read_comparison
+from fla_train.cli.train_list import Job, exit_status, gpu_slots, run_jobs, status, training_job
 from fla_train.eval.model_comparison import FALL, LOSS, fall_per_doubling, write_report
 from fla_train.eval.result import EvalResult
 from fla_train.models.build import is_zoo
@@ -37,7 +40,7 @@ def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
         node: resolved `model` node of a config.
 
     Raises:
-        ValueError: the field does not exist, or no value gives so many parameters.
+        ValueError: the field does not exist, or its values give more or fewer parameters.
     """
 
     @cache
@@ -69,7 +72,7 @@ def plan_model(
         data: `prepare` or `none`.
 
     Raises:
-        ValueError: the overrides do not fit, there is no validation loss, or the size can't be solved.
+        ValueError: the overrides do not fit, the validation split is too short, or the size can't be solved.
     """
     plan = resolve(compose(*overrides, *SINGLE), data=data)
     if plan.config.task is not None:
@@ -257,7 +260,7 @@ class Comparison:
         best = self.best(numbers).set_index("model")
         notes = [f"{self.config.tokens:,} tokens a run, {self.config.jobs} run(s) at once on each device"]
         if left:
-            notes.append(f"Not complete: {left} runs or evaluations are left; the same command continues")
+            notes.append(f"Not complete: {left} runs or evaluations are left: call the command again")
         if best.empty:
             print(*notes[1:], "No model has finished its sweep", sep="\n")
             return
@@ -269,3 +272,33 @@ class Comparison:
         write_report(self.folder, numbers[chosen], best, self.losses(numbers), curves, notes)
         print((self.folder / "table.md").read_text())
         print(*(self.folder / name for name in ("table.csv", "comparison.png")), sep="\n")
+
+
+def compare(request: argparse.Namespace) -> int:
+    """Run the command for the options of `compare_models.build_parser`; return its exit status.
+
+    Raises:
+        ValueError: the file, a model or a run in the folder has an error.
+    """
+    config = read_comparison(request.file, request.overrides)
+    folder = request.folder or Path("runs", request.file.stem)
+    comparison = Comparison(config, folder, prepare=not request.dry_run)
+    print(comparison.plan_text())
+    stages = (comparison.sweep, comparison.seeds, comparison.evaluations)
+    if request.dry_run:
+        print(*(f"{job.status():10} {name}" for stage in stages for name, job in stage().items()), sep="\n")
+        return 0
+    comparison.record_overrides()
+    failed, number, end = {}, None, time.monotonic() + request.seconds
+    for stage in stages:
+        if number is None:
+            jobs = stage()
+            errors, number = run_jobs(jobs, gpu_slots(request.gpus, config.jobs), end - time.monotonic())
+            failed |= {name: error for name, error in errors.items() if jobs[name].status() != "diverged"}
+    states = [job.status() for stage in stages for job in stage().values()]
+    left = sum(state not in ("finished", "diverged") for state in states)
+    comparison.report(left)
+    if failed:
+        print(*(f"failed     {name}  {error}" for name, error in failed.items()), sep="\n")
+        return 1
+    return exit_status(number or signal.SIGTERM) if left else 0

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fla_train.cli import compare_models
 from fla_train.cli.app import fail_by, interruptible, leave
-from fla_train.cli.compare_models import compare
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
 from fla_train.utils.overrides import plain
@@ -153,8 +153,13 @@ def show(request: argparse.Namespace) -> None:
 def main() -> None:
     """Run the console command."""
     try:
-        if command := {"train": train_list, "compare": compare}.get("".join(sys.argv[1:2])):
-            leave(command(sys.argv[2:]))
+        if sys.argv[1:2] == ["train"]:
+            leave(train_list(sys.argv[2:]))
+        if sys.argv[1:2] == ["compare"]:
+            request = compare_models.build_parser().parse_intermixed_args(sys.argv[2:])
+            from fla_train.cli.comparison import compare  # imports torch, which --help does not need
+
+            leave(compare(request))
         show(build_parser().parse_args())
     except BrokenPipeError:  # `fla-runs runs | head`
         leave(0)

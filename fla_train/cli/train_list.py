@@ -31,12 +31,12 @@ SKIPPED = ("finished", "running", "diverged")  # states of jobs that are not sta
 
 @dataclass(frozen=True)
 class Job:
-    """A command that runs as a process of its own, and that the same command continues.
+    """A command that runs in a separate process, and that can be called again to continue.
 
     Attributes:
         command: `train` or `eval`.
         overrides: overrides of the command.
-        folder: the command writes here; `output.txt` gets what it prints.
+        folder: the command writes here; its output goes to `output.txt`.
         status: returns the state of `folder`: `new`, `stopped`, or one of `SKIPPED`.
     """
 

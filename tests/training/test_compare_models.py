@@ -15,9 +15,15 @@ from scipy import stats
 from warm_ranks import WarmRanks
 
 from fla_train.api import compose
-from fla_train.cli import app
-from fla_train.cli.compare_models import SizeConfig, compare, read_comparison
-from fla_train.cli.comparison import run_state, solve_size
+from fla_train.cli import app, comparison
+from fla_train.cli.compare_models import (
+    ComparisonConfig,
+    SizeConfig,
+    TaskConfig,
+    build_parser,
+    read_comparison,
+)
+from fla_train.cli.comparison import Comparison, compare, solve_size
 from fla_train.eval import model_comparison
 from fla_train.eval.run import evaluate
 from fla_train.models.build import build_on_meta
@@ -70,11 +76,12 @@ def started(warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> list[str]
 def test_an_interrupted_comparison_continues(file: Path, started: list[str], tmp_path: Path, capsys) -> None:
     folder = tmp_path / "runs"
     words = [str(file), "--folder", str(folder), "--gpus", "none"]
-    assert compare([*words, "--dry-run"]) == 0 and not folder.exists()
+    request, dry = (build_parser().parse_args([*words, *more]) for more in ([], ["--dry-run"]))
+    assert compare(dry) == 0 and not folder.exists()
     assert "6 runs, 9,600 tokens" in capsys.readouterr().out
-    assert compare(words) == app.INTERRUPTED and len(started) == 2
+    assert compare(request) == app.INTERRUPTED and len(started) == 2
     assert "Not complete" in (folder / "table.md").read_text()
-    assert compare(words) == 0 and len(started) == len(set(started)) == 6 + 4
+    assert compare(request) == 0 and len(started) == len(set(started)) == 6 + 4
     table = pd.read_csv(folder / "table.csv").set_index(["model", "metric"])
     for model in COMPARISON["models"]:
         row = table.loc[model, "validation loss"]
@@ -96,7 +103,7 @@ def test_an_interrupted_comparison_continues(file: Path, started: list[str], tmp
     # Another request must not reuse the finished runs.
     file.write_text(file.read_text().replace("tokens: 1600", "tokens: 2600"))
     with pytest.raises(ValueError, match=r"trainer\.max_tokens=1600, trainer\.max_tokens=2600"):
-        compare(words)
+        compare(request)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +162,43 @@ def test_doubtful_comparisons_are_warned_of() -> None:
         assert expected in text
 
 
-@pytest.mark.parametrize(("skips", "state"), [(range(5, 8), "diverged"), ([5, 7, 8], "stopped")])
-def test_a_run_that_skipped_too_many_steps_has_diverged(tmp_path: Path, skips, state: str) -> None:
-    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 20, max_skipped_steps: 3}")
-    records = [{"step": 1, "skipped_steps": 0}]
-    records += [{"step": step, "skipped_steps": number} for number, step in enumerate(skips, 1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert run_state(tmp_path) == state
+def write_run(folder: Path, values: dict, *, skips: int = 0) -> None:
+    """A run whose last step has these values, finished unless it ends with skipped steps."""
+    for name in ("hf/step-0000004", "plots")[: 0 if skips else 2]:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "loss.png").touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text("trainer: {max_steps: 4, max_skipped_steps: 3}")
+    records = [
+        {"step": step, "tokens": step, "skipped_steps": max(0, step - 4 + skips)} for step in (1, 2, 3)
+    ]
+    records.append({"step": 4, "tokens": 4, "loss": 1.0, "skipped_steps": skips, **values})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_rates_that_diverge_and_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ComparisonConfig({"a": [], "b": []}, 4, [0.1, 0.2, 0.3], [0, 1])
+    config.tasks = {"S5": TaskConfig([], "accuracy")}
+    plan = SimpleNamespace(parameters_held=10, gpu_hours=0.1)
+    monkeypatch.setattr(comparison, "plan_model", lambda *_: (plan, []))
+    for name in ("compose", "resolve"):
+        monkeypatch.setattr(comparison, name, lambda *_: None)
+    runs = Comparison(config, tmp_path, prepare=False)
+    assert len(runs.sweep()) == 2 * 3 + 2 * 2 and not runs.seeds()
+    for rate, loss in ((0.1, 2.0), (0.2, 1.0)):
+        write_run(tmp_path / f"a/lr-{rate}/seed-0", {"validation_loss": loss})
+        write_run(tmp_path / f"b/lr-{rate}/seed-0", {"validation_loss": loss})
+        write_run(tmp_path / f"a/S5/seed-{loss - 1:.0f}", {"accuracy": rate})
+    write_run(tmp_path / "a/lr-0.3/seed-0", {}, skips=3)
+    write_run(tmp_path / "b/lr-0.3/seed-0", {}, skips=2)
+    states = [runs.sweep()[f"{model}/lr-0.3/seed-0"].status() for model in "ab"]
+    assert states == ["diverged", "stopped"]
+    assert [*runs.seeds()] == ["a/lr-0.2/seed-0", "a/lr-0.2/seed-1"]
+    runs.report(left=4)
+    table = pd.read_csv(tmp_path / "table.csv").set_index(["model", "metric"])
+    assert table.loc["a", "S5 accuracy"].value == pytest.approx(0.15) and "b" not in table.index
+    text = (tmp_path / "table.md").read_text()
+    assert "diverged at learning rate 0.3" in text and "edge" not in text and "4 runs" in text
 
 
 @pytest.mark.parametrize(
