@@ -143,16 +143,11 @@ class Comparison:
 
     def plan_text(self) -> str:
         """Return the models with their sizes, and the number of runs on text, of their tokens and hours."""
-        of_model = len(self.config.learning_rates) + len(self.config.seeds) - 1
-        runs, hours = (
-            of_model * len(self.plans),
-            of_model * sum(plan.gpu_hours for plan, _ in self.plans.values()),
-        )
-        lines = [
-            f"{n:24} {p.parameters_held:>13,} parameters  {' '.join(s)}" for n, (p, s) in self.plans.items()
-        ]
-        total = f"{runs} runs, {runs * self.config.tokens:,} tokens, about {hours:,.1f} hours of an H100"
-        return "\n".join([*lines, total])
+        plans, runs = self.plans.items(), len(self.config.learning_rates) + len(self.config.seeds) - 1
+        tokens, hours = runs * len(plans) * self.config.tokens, runs * sum(p.gpu_hours for _, (p, _) in plans)
+        lines = [f"{name:24} {p.parameters_held:>13,} parameters  {''.join(s)}" for name, (p, s) in plans]
+        lines.append(f"{runs * len(plans)} runs, {tokens:,} tokens, about {hours:,.1f} hours of an H100")
+        return "\n".join(map(str.rstrip, lines))
 
     def record_overrides(self) -> None:
         """Write the overrides of all runs to runs.json, so that a later call does not mix requests.
