@@ -15,6 +15,7 @@ from fla_train.eval.compare import loss_differences
 from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published
 from fla_train.eval.result import Curve, EvalResult, unique
 from fla_train.eval.sets import PAPER_SETS
+from fla_train.utils.figure_style import style
 
 
 def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
@@ -38,22 +39,23 @@ def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
 @contextmanager
 def grid(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[np.ndarray]:
     """Yield axes [rows, columns] of `size` inches each; add one legend, and write png and pdf at the end."""
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    yield axes
+    with style():
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows))
+        yield figure.subplots(rows, columns, squeeze=False)
+        _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """Add one legend for all panels, and write png and pdf."""
     lines: dict[str, object] = {}
-    for panel in axes.flat:
-        panel.grid(alpha=0.3)
-        panel.title.set_fontsize(10)
+    for panel in figure.axes:
         handles, labels = panel.get_legend_handles_labels()
         lines |= dict(zip(labels, handles, strict=True))
     if lines:
         width = 0.5 + 0.062 * max(map(len, lines))  # inches of an entry in letters of 8 points
         fitting = max(1, min(len(lines), int(figure.get_figwidth() / width)))
-        figure.legend(
-            lines.values(), lines.keys(), frameon=False, fontsize=8, loc="outside lower center", ncols=fitting
-        )
-    figure.savefig(file.with_suffix(".png"), dpi=130)
+        figure.legend(lines.values(), lines.keys(), fontsize=8, loc="outside lower center", ncols=fitting)
+    figure.savefig(file.with_suffix(".png"))
     figure.savefig(file.with_suffix(".pdf"))
 
 
@@ -187,7 +189,7 @@ def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
             _length_axis(panel, sorted({n for *_, c in curves for n in c.edges}), "context length (tokens)")
             _mark_training(panel, results)
             panel.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
-        axes[0, 0].set_ylabel("loss minus the first model's (nats)")
+        axes[0, 0].set_ylabel(f"loss minus that of {reference.name} (nats per token)")
     return True
 
 

@@ -3,6 +3,7 @@
 import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,9 +14,17 @@ from fla_train.models.build import build_on_meta
 from fla_train.training.config import register, to_config
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "reproduce"
-spec = spec_from_file_location("expressivity", SCRIPTS / "expressivity.py")
-expressivity = module_from_spec(spec)
-spec.loader.exec_module(expressivity)
+
+
+def load(name: str) -> ModuleType:
+    """Return a script as a module."""
+    spec = spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+expressivity = load("expressivity")
 
 
 def test_published_numbers_are_those_of_the_paper() -> None:
@@ -76,3 +85,16 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
         "S3"
     ]
     assert [test["value"] for test in cell] == [0.5, 1.0, 0.9]
+
+
+def test_figures_are_drawn_from_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure of each form. Drawing it again gives the same file; docs/ has every figure."""
+    module = load("figures")
+    assert all((module.FIGURES / f"{name}.svg").is_file() for name in module.figures())
+    files = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        monkeypatch.setattr(module, "FIGURES", folder)
+        module.main(["decoding", "operator", "z60", "perplexity-50m", "length-extrapolation"])
+        files.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert files[0] == files[1] and len(files[0]) == 5

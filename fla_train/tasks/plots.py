@@ -12,10 +12,9 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     The dashed line is chance, for the longest of the curves, where the task knows it. A curve over many
     lengths is drawn as means over 32 groups of lengths, since a single length has few sequences.
     """
-    from matplotlib.figure import Figure
+    from fla_train.utils.figure_style import new_axes  # imports matplotlib
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
+    axes = new_axes(7, 4)
     lowest = 0.0
     for name, curve in curves.items():
         x, y, n = curve["x"], curve["y"], curve["n"]
@@ -27,17 +26,16 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     if longest.get("chance"):
         axes.plot(longest["x"], longest["chance"], label="chance", color="gray", ls="--", lw=1, zorder=3)
     axes.set(
-        xlabel={"prefix": "prefix length [tokens]", "length": "word length [tokens]"}.get(
+        xlabel={"prefix": "prefix length (tokens)", "length": "sequence length (tokens)"}.get(
             curve["axis"], curve["axis"].replace("_", " ")
         ),
         ylabel=curve["metric"].replace("_", " "),
         ylim=(lowest - 0.05, 1.05),  # scaled accuracy goes below 0
         title=title,
     )
-    axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    axes.figure.savefig(out, dpi=120)
     return out
 
 

@@ -37,14 +37,14 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
     Raises:
         ValueError: no folder holds this metric.
     """
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
+    from fla_train.utils.figure_style import CYCLE, new_axes
+
+    axes = new_axes(8, 5)
     entropies = {}
     for number, run in enumerate(runs):
-        records, color = read_metrics(RunFolder(run).metrics), f"C{number}"
+        records, color = read_metrics(RunFolder(run).metrics), CYCLE[number % len(CYCLE)]
         name = labels[number] if labels else RunFolder(run).name
         tokens, values = curve(records, metric)
         if not values:
@@ -66,11 +66,10 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
         raise ValueError(f"no run has {metric}: docs/metrics.md lists the keys of metrics.jsonl")
     for entropy in entropies.values():
         axes.axhline(entropy, color="gray", ls="--", lw=1, label=f"unigram entropy {entropy:.2f}")
-    axes.set(xlabel="training tokens", ylabel=metric + " [nats per token]" * metric.endswith("loss"))
+    axes.set(xlabel="training tokens", ylabel=metric + " (nats per token)" * metric.endswith("loss"))
     axes.xaxis.set_major_formatter(EngFormatter())
-    axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    return figure
+    return axes.figure
 
 
 def curve(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:

@@ -25,6 +25,7 @@ from fla_train.kernels.delta_product.recurrent import l2norm
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.tasks import tasks_for_testing
 from fla_train.tasks.group_words import GroupWords
+from fla_train.utils.figure_style import style
 
 SEQUENCES = 64
 
@@ -100,8 +101,9 @@ def transitions(model: nn.Module, ids: Tensor, kept: Tensor) -> list[Transitions
 def draw(layer: Transitions, file: Path) -> None:
     """Draw a column for each head: betas by token above, eigenvalues below."""
     _, steps, heads = layer.beta.shape
-    figure = Figure(figsize=(2.6 * heads + 0.6, 5.2), layout="constrained")
-    axes = figure.subplots(2, heads, squeeze=False)
+    with style():
+        figure = Figure(figsize=(2.6 * heads + 0.6, 5.2))
+        axes = figure.subplots(2, heads, squeeze=False)
     values, dimensions = torch.linalg.eigvals(layer.matrices()), layer.effective_dimension()
     circle = np.exp(2j * np.pi * np.linspace(0, 1, 200))
     for head, (above, below) in enumerate(axes.T):

@@ -82,10 +82,20 @@ def newest_test(run: Path, table: Mapping[str, Any]) -> dict[str, Any] | None:
         "value": records[-1][table["metric"]],
         "steps": records[-1]["step"],
         "half": max((length for length, _ in right), default=0) if "half" in table else None,
+        "curve": thinned(curve["x"], curve["y"]),
         "also": {name: records[-1].get(key) for name, key in table.get("beside", {}).items()},
         "hardware": environment["hardware"],
         "commit": environment["commit"],
     }
+
+
+def thinned(x: Sequence[int], y: Sequence[float]) -> list[list[float]]:
+    """Return every length up to 16 of a curve, and about 11 lengths per octave beyond, for the figures."""
+    kept: list[tuple[int, float]] = []
+    for length, value in zip(x, y, strict=True):
+        if not kept or length >= 1.065 * kept[-1][0] or length == x[-1]:
+            kept.append((length, round(value, 3)))
+    return [list(axis) for axis in zip(*kept, strict=True)]
 
 
 def results(home: Path) -> dict[str, dict[str, dict[str, list]]]:
@@ -157,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
         yaml.safe_dump({"runs": chosen}, sys.stdout, sort_keys=False, width=1000)
     else:
         found = results(request.folder)
-        (request.folder / "tables.json").write_text(json.dumps(found) + "\n")
+        (request.folder / "tables.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
         (request.folder / "tables.md").write_text(markdown(found))
 
 
