@@ -1,20 +1,18 @@
-"""Context parallelism: the operator, convolutions and attention on rows whose parts lie on several ranks.
+"""Context parallelism: the operator, convolutions and attention on rows that are split over several ranks.
 
-Each rank of a group holds one part of every row, in rank order, and messages go from rank to rank:
+Each rank of a group holds one part of every row, in rank order. Ranks exchange messages:
 
-    forward    a part's final state, last convolution inputs, keys and values to later parts
-    backward   their gradients to earlier parts
+    forward    a part sends its final state, last convolution inputs, keys and values to later parts
+    backward   a part sends gradients of these to earlier parts
 
-The operator of a part starts from the state it receives, so it runs once, forward and backward, for every
-n_h, gate and backend, and results differ from those of whole rows by rounding only. No rank waits for a
-later one in the forward pass, nor for an earlier one in the backward pass. A rank is therefore behind the one
-before it by one layer's operator, and no further: the next layer's states are on their way by then.
-Exchanging products of transitions (as `sequence_split` does within a GPU) would have no rank behind, but
-every rank would run the recurrence twice.
+The operator of a part starts from the state that it receives. It therefore runs once, forward and backward,
+for every n_h, gate and backend, and results differ from those of whole rows only by rounding. A rank never
+waits for a later one in the forward pass, nor for an earlier one in the backward pass, so it lags one
+layer's operator behind its neighbour. Exchanging products of transitions (as `sequence_split` does within a
+GPU) would avoid the lag, but every rank would run the recurrence twice.
 
-A layer that is computed again in the backward pass (activation checkpointing) takes what it received the
-first time: other ranks are elsewhere by then. All ranks of a group must run the same layers in the same
-order.
+A layer that is recomputed in the backward pass (activation checkpointing) reuses the messages of its first
+run. All ranks of a group must run the same layers in the same order.
 """
 
 from collections import deque
@@ -30,14 +28,14 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.delta_product.interface import delta_product
 
 T = TypeVar("T")
-MESSAGES = 64  # that may be under way from a rank before it waits for the oldest
+MESSAGES = 64  # a rank with more unfinished messages waits for the oldest
 
 
 class ContextGroup:
-    """The ranks that share rows, and the messages between them.
+    """Send and receive tensors between the ranks that share rows.
 
     Args:
-        group: their process group; all calls are of its own ranks, from 0.
+        group: their process group. Ranks are counted within it, from 0.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -65,16 +63,15 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextPart:
-    """Which tokens of its rows a rank holds: of as many equal parts as the group has ranks, one by its rank.
+    """Describe the part of the rows on this rank. A row has one part per rank, all of one length.
 
     Attributes:
         group: the ranks that share the rows.
         continues: whether the document of the part's first token began in an earlier part.
-        continued: whether that of its last token goes on in the next part.
-        documents: of a packed row, numbers of the first and last document with tokens in the part; None: rows
+        continued: whether the document of its last token continues in the next part.
+        documents: numbers of the first and last document of a packed row with tokens in the part; None: rows
             are not packed.
-        received: what other ranks have sent in a forward pass, for layers that are computed again; None: none
-            is.
+        received: messages of a forward pass by key, for layers that are recomputed; None: no layer is.
     """
 
     group: ContextGroup
@@ -85,7 +82,7 @@ class ContextPart:
 
     @classmethod
     def of(cls, group: ContextGroup, length: int, cu_seqlens: Tensor | None = None) -> "ContextPart":
-        """Return this rank's part, of `length` tokens.
+        """Return this rank's part with `length` tokens.
 
         Args:
             cu_seqlens: in host memory, [S + 1] bounds of the documents packed in the whole row.
@@ -98,7 +95,7 @@ class ContextPart:
         return cls(group, int(cu_seqlens[first]) < start, int(ends[last]) > end, (first, last))
 
     def remembering(self) -> "ContextPart":
-        """The same for a forward pass whose layers are computed again in the backward pass."""
+        """Return a copy for a forward pass whose layers are recomputed in the backward pass."""
         return replace(self, received={})
 
     def start(self, length: int) -> int:
@@ -106,13 +103,13 @@ class ContextPart:
         return self.group.rank * length
 
     def bounds(self, cu_seqlens: Tensor, length: int) -> Tensor:
-        """Return the documents' bounds within the part of `length` tokens, from those of the whole row."""
+        """Convert the documents' bounds in the whole row to bounds within the part of `length` tokens."""
         assert self.documents is not None
         first, last = self.documents
         return (cu_seqlens[first : last + 2] - self.start(length)).clamp(0, length)
 
     def once(self, key: str, exchange: Callable[[], T]) -> T:
-        """What `exchange()` returns, or has returned in this pass for the same key."""
+        """Return `exchange()`, which runs once per key in a pass."""
         if self.received is None:
             return exchange()
         if key not in self.received:
@@ -121,14 +118,14 @@ class ContextPart:
 
 
 def gather_earlier(x: Tensor, part: ContextPart, layer: int) -> Tensor:
-    """x [..., T, D] of this and all earlier parts, in order, [..., tokens so far, D]; differentiable."""
+    """Return x [..., T, D] of all earlier parts and this one, [..., tokens so far, D]; differentiable."""
     return _Earlier.apply(x, part, f"{layer} earlier")
 
 
 def receive_inputs(xs: Sequence[Tensor], count: int, part: ContextPart, layer: int) -> tuple[Tensor, ...]:
-    """The `count` tokens before each x [B, T, D] in its rows, [B, D, count]; zeros before a document's first.
+    """Receive the `count` tokens before each x [B, T, D], as [B, D, count]; zeros at a document's start.
 
-    Their gradients go to the part that has sent them. `send_inputs` must follow in each layer.
+    Their gradients return to the sender. `send_inputs` must follow in each layer.
 
     Raises:
         ValueError: the part is shorter.
@@ -140,17 +137,18 @@ def receive_inputs(xs: Sequence[Tensor], count: int, part: ContextPart, layer: i
     channels = [x.shape[-1] for x in xs]
     like = xs[0].new_empty(xs[0].shape[0], sum(channels), count)
     if part.continues:
-        found = _Start.apply(like, part, f"{layer} inputs", *xs)
-    else:  # with a gradient too: it makes the convolutions give one to their last inputs
-        found = torch.zeros_like(like).requires_grad_(torch.is_grad_enabled())
-    return found.split(channels, dim=1)
+        before = _Start.apply(like, part, f"{layer} inputs", *xs)
+    else:
+        # They need a gradient as well, so that the convolutions' last inputs get one.
+        before = torch.zeros_like(like).requires_grad_(torch.is_grad_enabled())
+    return before.split(channels, dim=1)
 
 
 def send_inputs(y: Tensor, last: Sequence[Tensor], part: ContextPart, layer: int) -> Tensor:
     """Send the last inputs [B, D, count] of the layer's convolutions to the next part.
 
     Returns:
-        y as it is, one of the convolutions' outputs: the gradients of `last` arrive when that of y is known.
+        y, the output of one of the convolutions: its backward pass receives the gradients of `last`.
     """
     return _End.apply(y, torch.cat(list(last), dim=1), part, f"{layer} inputs sent") if part.continued else y
 
@@ -167,10 +165,10 @@ def context_parallel_delta_product(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The outputs of `delta_product` for the tokens of this rank's part, differentiable in every tensor.
+    """Run `delta_product` on the tokens of this rank's part, differentiable in every tensor.
 
     Args:
-        q, k, v, beta, g: as `delta_product`, of the part.
+        q, k, v, beta, g: inputs of `delta_product` for the part.
         layer: number of the layer, the same on all ranks.
         cu_seqlens: bounds within the part, `ContextPart.bounds`.
         options: `scale`, `qk_l2norm`, `recompute` and `backend` of `delta_product`.
@@ -178,7 +176,7 @@ def context_parallel_delta_product(
     Returns:
         o [B, T, HV, V].
     """
-    # Documents that begin in the part after its first one: they start from zero, and the last one ends it.
+    # Documents after the first one begin in the part, from zero states. The last one ends the part.
     fresh = 0 if part.documents is None else part.documents[1] - part.documents[0]
     start = None
     if part.continues:
@@ -196,7 +194,10 @@ def context_parallel_delta_product(
 
 
 class _Start(torch.autograd.Function):
-    """What the part before has sent; its gradient goes back. `used_with` are tensors that have gradients."""
+    """Receive a message of the previous part, and return its gradient to it.
+
+    `used_with` are the tensors of the same computation whose gradients are needed.
+    """
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, part: ContextPart, key: str, *used_with: Tensor | None) -> Tensor:
@@ -211,7 +212,7 @@ class _Start(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """o as it is; `end` goes to the next part, from which its gradient comes."""
+    """Return o, and send `end` to the next part, which returns its gradient."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, end: Tensor, part: ContextPart, key: str) -> Tensor:
@@ -222,16 +223,12 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            do,
-            ctx.group.receive(torch.empty_like(ctx.like, device=do.device), ctx.group.rank + 1),
-            None,
-            None,
-        )
+        dend = ctx.group.receive(torch.empty_like(ctx.like, device=do.device), ctx.group.rank + 1)
+        return do, dend, None, None
 
 
 class _Earlier(torch.autograd.Function):
-    """The x of earlier parts and this one; the gradient for this x is summed over the later ones."""
+    """Concatenate x of earlier parts and this one; its gradient is the sum over this part and later ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: ContextPart, key: str) -> Tensor:
@@ -248,9 +245,9 @@ class _Earlier(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         group = ctx.group
-        *earlier, own = grad.chunk(group.rank + 1, dim=-2)
-        for rank, theirs in enumerate(earlier):
-            group.send(theirs, rank)
+        *earlier, dx = grad.chunk(group.rank + 1, dim=-2)
+        for rank, part_grad in enumerate(earlier):
+            group.send(part_grad, rank)
         for rank in range(group.rank + 1, group.size):
-            own = own + group.receive(own, rank)
-        return own, None, None
+            dx = dx + group.receive(dx, rank)
+        return dx, None, None

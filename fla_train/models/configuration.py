@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedConfig
 
-from fla_train.kernels.delta_product.interface import known_backend
+from fla_train.kernels.delta_product.interface import BACKENDS
 
 MACHINE_KEYS = ("backend", "recompute_operator")
 INITIALIZATION_KEYS = ("scale_output_init", "embedding_init_std")  # no effect once there are weights
@@ -191,10 +191,7 @@ class DeltaProductConfig(PreTrainedConfig):
         check("mixer", imported, "null or package.module:Class")
         check("mixer_options", isinstance(self.mixer_options, Mapping | None), "null or a mapping")
         check("hidden_act", self.hidden_act == "silu" or _is_activation(self.hidden_act), "'silu'")
-        try:
-            known_backend(self.backend)
-        except ValueError as error:
-            errors.append(str(error))
+        check("backend", self.backend in ("auto", *BACKENDS), f"auto, {', '.join(BACKENDS)}")
         return errors
 
     def _fit_errors(self) -> list[str]:

@@ -139,18 +139,13 @@ def _kept(cast: Float8Matrix) -> tuple[Tensor, Tensor, bool]:
 
 
 class _Projections(torch.autograd.Function):
-    """Projections of x [..., D]. With `cast`, x in e4m3, x itself only receives the gradient."""
+    """Project x [..., D]; `weight` stacks the first `count` of `weights` in e4m3.
+
+    With `cast`, x in e4m3, x itself only receives the gradient.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cast: Float8Matrix | None,
-        dtype: torch.dtype,
-        weight: Float8Matrix,
-        count: int,
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx, x, cast, dtype, weight, count, *weights) -> tuple[Tensor, ...]:
         cast = cast or cast_float8([_rows(x, dtype)], E4M3)
         *kept, ctx.plain = _kept(cast)
         others = [other.to(dtype) for other in weights[count:]]
@@ -186,20 +181,10 @@ class _Projections(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """MLP of x, which is passed as for `_Projections`."""
+    """Apply the MLP to x and `cast`, which are those of `_Projections`; its weights also come in e4m3."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cast: Float8Matrix | None,
-        dtype: torch.dtype,
-        gate_up_weight: Float8Matrix,
-        down_weight: Float8Matrix,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
-    ) -> Tensor:
+    def forward(ctx, x, cast, dtype, gate_up_weight, down_weight, gate, up, down) -> Tensor:
         cast = cast or cast_float8([_rows(x, dtype)], E4M3)
         *kept, ctx.plain = _kept(cast)
         gate_up = float8_product(
@@ -224,7 +209,5 @@ class _MLP(torch.autograd.Function):
         d, y_transposed = cast_swiglu_backward(gate_up, dy, y_inverse, dtype=GRADIENTS)
         ddown = float8_product(dz.transposed, y_transposed, dz.inverse, y_inverse, ctx.weight_dtype)
         dx = float8_product(d.data, gate_up_weight.transposed, d.inverse, gate_up_weight.inverse, dtype)
-        dgate, dup = float8_product(d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype).chunk(
-            2
-        )
-        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, dgate, dup, ddown
+        dgate_up = float8_product(d.transposed, x_transposed, d.inverse, x_inverse, ctx.weight_dtype)
+        return dx.view(ctx.x_shape).to(ctx.x_dtype), None, None, None, None, *dgate_up.chunk(2), ddown

@@ -81,7 +81,11 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     if config.mixer is None:
         mixers = config.layer_types.count("linear_attention") * layer_sizes.training_flops(config)
     else:
-        mixers = sum(_mixer_flops(mixer, seq_len) for mixer in _custom_mixers(config))
+        mixers = 0
+        for mixer in _custom_mixers(config):
+            linear = (layer for layer in mixer.modules() if isinstance(layer, nn.Linear))
+            counted = hasattr(mixer, "flops_per_token")
+            mixers += mixer.flops_per_token(seq_len) if counted else 6 * sum(x.weight.numel() for x in linear)
     return 6 * weights + mixers + attention_flops(config, seq_len)
 
 
@@ -92,12 +96,6 @@ def _custom_mixers(config: DeltaProductConfig) -> list[nn.Module]:
     linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     with torch.device("meta"):
         return [build_mixer(config, layer) for layer in linear]
-
-
-def _mixer_flops(mixer: nn.Module, seq_len: int) -> float:
-    if hasattr(mixer, "flops_per_token"):
-        return mixer.flops_per_token(seq_len)
-    return 6 * sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, nn.Linear))
 
 
 def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
@@ -148,7 +146,7 @@ def training_memory_bytes(
     recurrent = 2 * channels + operator + value_size * (1 + 2 * config.use_output_gate)
     # q, k (also before their norm), v, the output and log-sum-exps in fp32
     attention = (2 + config.use_qk_norm) * attention_channels(config) + 2 * config.num_attention_heads
-    stream = hidden * stream_bytes(config, element_size)
+    stream = hidden * (4 if config.residual_in_fp32 else element_size)
     rest = element_size * (2 * hidden + 2 * config.intermediate_size) + 2 * stream
     per_layer = [
         rest + element_size * (recurrent if layer == "linear_attention" else attention)
@@ -167,11 +165,6 @@ def training_memory_bytes(
         activations=tokens_per_device * kept + weights + head,
         accumulates=accumulates,
     )
-
-
-def stream_bytes(config: DeltaProductConfig, element_size: int) -> int:
-    """Return the bytes of an element of the residual stream, if autocast's products have `element_size`."""
-    return 4 if config.residual_in_fp32 else element_size
 
 
 def _product_outputs(config: DeltaProductConfig, layer: str) -> int:

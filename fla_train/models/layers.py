@@ -1,5 +1,6 @@
 """Layers of a block: RMSNorm, short convolution, gated MLP, and several projections in one matrix product."""
 
+import math
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ def is_plain(layer: nn.Module) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     replaced = "forward" in vars(layer)
     return type(layer) is nn.Linear and layer.bias is None and not replaced and not any(hooks)
+
+
+def draw_time_steps(empty: Tensor) -> Tensor:
+    """Fill `empty` with log-uniform time steps between 0.001 and 0.1; return their inverse softplus."""
+    dt = empty.uniform_(math.log(1e-3), math.log(1e-1)).exp().clamp(min=1e-4)
+    return dt + torch.log(-torch.expm1(-dt))
 
 
 class _Projections(torch.autograd.Function):

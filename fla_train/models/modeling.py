@@ -222,9 +222,19 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and states is None and cu_seqlens is None
         use_cache = use_cache and self.supports_cache and not checkpointing and context_part is None
-        self._check_inputs(
-            past_key_values, use_cache, checkpointing, cu_seqlens, padding, context_part, states
-        )
+        given, caching = past_key_values is not None, past_key_values is not None or use_cache
+        custom = self.config.mixer is not None
+        conflicts = {
+            "past_key_values: gradient checkpointing would update it twice": given and checkpointing,
+            f"past_key_values: {self.config.mixer} keeps no states": given and not self.supports_cache,
+            "a cache with packed documents: set use_cache=False": caching and cu_seqlens is not None,
+            "initial states with a cache, or with a mixer that has none": states is not None
+            and (caching or not self.supports_cache),
+            "context_part with attention_mask, cache, states or a custom mixer": context_part is not None
+            and (caching or padding is not None or states is not None or custom),
+        }
+        if errors := [error for error, conflict in conflicts.items() if conflict]:
+            raise ValueError(f"not supported: {'; '.join(errors)}")
         if context_part is not None and checkpointing:
             context_part = context_part.remembering()
         cache = cache_for(past_key_values, self.config, use_cache, hidden.device)
@@ -264,32 +274,6 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             hidden_states=tuple(hidden_states) if wanted else None,
             attentions=None if attentions is None else tuple(attentions),
         )
-
-    def _check_inputs(
-        self,
-        cache: Cache | None,
-        use_cache: bool,
-        checkpointing: bool,
-        cu_seqlens: Tensor | None,
-        padding: Tensor | None,
-        part: ContextPart | None,
-        states: CarriedStates | None,
-    ) -> None:
-        """Raise `ValueError` for combinations that would give wrong results."""
-        caching = cache is not None or use_cache
-        conflicts = {
-            "past_key_values: gradient checkpointing would update it twice": checkpointing
-            and cache is not None,
-            f"past_key_values: {self.config.mixer} keeps no states": cache is not None
-            and not self.supports_cache,
-            "a cache with packed documents: set use_cache=False": caching and cu_seqlens is not None,
-            "initial states with a cache, or with a mixer that has none": states is not None
-            and (caching or not self.supports_cache),
-            "context_part with attention_mask, cache, states or a custom mixer": part is not None
-            and (caching or padding is not None or states is not None or self.config.mixer is not None),
-        }
-        if errors := [error for error, conflict in conflicts.items() if conflict]:
-            raise ValueError(f"not supported: {'; '.join(errors)}")
 
 
 def _indices(chosen: bool | int | list[int], count: int) -> set[int]:

@@ -4,7 +4,6 @@ from fla_train.kernels.delta_product.interface import (
     BACKENDS,
     delta_product,
     delta_product_step,
-    known_backend,
     resolve_backend,
 )
 from fla_train.kernels.delta_product.selfcheck import CheckReport, check_backend
@@ -15,6 +14,5 @@ __all__ = [
     "check_backend",
     "delta_product",
     "delta_product_step",
-    "known_backend",
     "resolve_backend",
 ]

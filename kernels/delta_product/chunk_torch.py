@@ -26,18 +26,9 @@ LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which d
 
 
 def chunk_delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
     traced = torch.compiler.is_compiling() or q.is_meta or is_fake(q)  # shapes only
     run = _chunk_op if traced else _ChunkDeltaProduct.apply
@@ -273,16 +264,9 @@ def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Ten
 # data-dependent expression"). Nothing of such a size can be kept, so the backward runs the forward again.
 @torch.library.custom_op(f"{NAMESPACE}::chunk", mutates_args=())
 def _chunk_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _ChunkDeltaProduct.apply(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
 
 

@@ -101,17 +101,9 @@ def delta_product(
     if name != "triton":
         q, k = _by_value_head(q, k, v)
     return run(
-        q=q,
-        k=k,
-        v=v,
-        beta=beta,
-        g=g,
-        scale=_scale(scale, q),
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-    )
+        q=q, k=k, v=v, beta=beta, g=g, scale=_scale(scale, q), initial_state=initial_state,
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, qk_l2norm=qk_l2norm,
+    )  # fmt: skip
 
 
 def delta_product_step(
@@ -153,21 +145,10 @@ def delta_product_step(
         asked = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else backend
         if asked == "triton":
             raise ValueError(
-                "the triton step takes no torch.float64 and records no gradients: use torch.no_grad() or "
+                "the triton step supports neither torch.float64 nor gradients: use torch.no_grad() or "
                 "backend=recurrent"
             )
     return recurrent_step(*_by_value_head(q, k, v), v, beta, g, **options)
-
-
-def known_backend(backend: str, source: str = "backend") -> str:
-    """Return the name of a backend if it is known; `source` is the setting that has it.
-
-    Raises:
-        ValueError: for a name that is neither "auto" nor in `BACKENDS`.
-    """
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
-    return backend
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
@@ -180,7 +161,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     source = "backend"
     if backend == "auto":
         backend, source = os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE
-    backend = known_backend(backend, source)
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"{source}={backend!r} is unknown: choose auto, {', '.join(BACKENDS)}")
     if backend == "auto":
         return "triton" if device.type == "cuda" and HAS_TRITON else "chunk"
     if backend == "triton" and not HAS_TRITON:

@@ -24,18 +24,9 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def recurrent_delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`delta_product` on validated inputs; shapes and dtypes as there. Autograd gives the gradients."""
     if initial_state is None:
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -54,16 +45,9 @@ def recurrent_delta_product(
 
 
 def recurrent_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    *,
-    state: Tensor,
-    scale: float,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *,
+    state: Tensor, scale: float, qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `delta_product_step` on validated inputs; shapes and dtypes as there."""
     dtype, kept = q.dtype, state.dtype
     q, k, v, state = (x.to(compute_dtype(q)) for x in (q, k, v, state))

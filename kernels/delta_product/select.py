@@ -161,16 +161,16 @@ def check_limits(dtype: torch.dtype, key_dim: int, num_householder: int) -> None
             (128 in float32).
     """
     if dtype not in MAX_KEY_DIM:
-        raise ValueError(f"the triton backend takes no {dtype}: choose backend=recurrent or chunk")
+        raise ValueError(f"the triton backend does not support {dtype}: choose backend=recurrent or chunk")
     if num_householder > CHUNK_STEPS:
         raise ValueError(
-            f"the triton backend takes at most {CHUNK_STEPS} Householder steps per token, got "
+            f"the triton backend supports at most {CHUNK_STEPS} Householder steps per token, got "
             f"{num_householder}: choose backend=recurrent or chunk"
         )
     limit = MAX_KEY_DIM[dtype]
     if key_dim > limit:
         raise ValueError(
-            f"the triton backend takes a key dimension of at most {limit} in {dtype}, got {key_dim}: "
+            f"the triton backend supports key dimensions of at most {limit} in {dtype}, got {key_dim}: "
             f"choose {'bfloat16 or ' if key_dim <= MAX_KEY_DIM[torch.bfloat16] else ''}backend=chunk"
         )
 

@@ -34,12 +34,9 @@ def consume_logits(
         None. Both are computed in the dtype of the losses.
 
     Raises:
-        ValueError: for shapes that do not fit, or a backend that cannot run.
+        ValueError: a backend that is unknown or cannot run.
     """
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits have shape {list(logits.shape)}, targets {list(targets.shape)}: expected [M, V] and [M]"
-        )
+    assert targets.shape == logits.shape[:-1] and logits.dim() == 2
     if resolve_backend(backend, logits) == "triton":
         logits = logits.contiguous()
         losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -66,11 +63,7 @@ def consume_logits_forward(logits: Tensor, targets: Tensor, losses: Tensor, with
     block = min(BLOCK, next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):
         consume_kernel[(logits.shape[0],)](
-            logits, targets, losses,
-            V=logits.shape[1],
-            BV=block,
-            IGNORE=IGNORE,
-            GRADIENT=with_gradient,
+            logits, targets, losses, V=logits.shape[1], BV=block, IGNORE=IGNORE, GRADIENT=with_gradient,
             num_warps=max(1, block // ELEMENTS_PER_WARP),
         )  # fmt: skip
 

@@ -95,8 +95,7 @@ def cast_float8(
         out.inverse.copy_(inverse)
     else:
         xs = [x.contiguous() for x in xs]
-        programs = amax_programs(xs[0].device)
-        largest = torch.empty(len(xs), programs, dtype=torch.int32, device=xs[0].device)
+        largest = _empty_amax(xs[0], len(xs))
         for x, part in zip(xs, largest, strict=True):
             float8_amax(x, part)
         start = 0
@@ -125,8 +124,8 @@ def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
         inverse.copy_(found)
     else:
         gate_up = gate_up.contiguous()
-        largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
-        swiglu_amax(gate_up, largest)
+        largest = _empty_amax(gate_up)
+        swiglu_amax(gate_up, None, largest)
         swiglu_cast(gate_up, largest, data, inverse)
     return Float8Matrix(data, None, inverse)
 
@@ -161,8 +160,8 @@ def cast_swiglu_backward(
         y_transposed.copy_(((silu * up).bfloat16() / inverse).t())
     else:
         gate_up, dy = gate_up.contiguous(), dy.contiguous()
-        largest = torch.empty(amax_programs(gate_up.device), dtype=torch.int32, device=gate_up.device)
-        swiglu_backward_amax(gate_up, dy, largest)
+        largest = _empty_amax(gate_up)
+        swiglu_amax(gate_up, dy, largest)
         swiglu_backward_cast(gate_up, dy, inverse, largest, d.data, d.transposed, d.inverse, y_transposed)
     return d, y_transposed
 
@@ -196,8 +195,10 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (up << 23).view(torch.float32), torch.where(exponent == 255, torch.nan, inverse)
 
 
-def amax_programs(device: torch.device) -> int:
-    return PROGRAMS_PER_PROCESSOR * processors(device)
+def _empty_amax(x: Tensor, *count: int) -> Tensor:
+    """Allocate the largest magnitudes that each program finds, as bits of fp32."""
+    shape = (*count, PROGRAMS_PER_PROCESSOR * processors(x.device))
+    return torch.empty(shape, dtype=torch.int32, device=x.device)
 
 
 @custom_op(mutates=("largest",))
@@ -235,15 +236,15 @@ def float8_transpose(x: Tensor, y: Tensor) -> None:
 
 
 @custom_op(mutates=("largest",))
-def swiglu_amax(gate_up: Tensor, largest: Tensor) -> None:
-    """Fill `largest` [programs] with magnitudes of silu(gate) * up."""
-    rows, columns = gate_up.shape
-    tiles = _grid(rows, columns // 2, ROWS_TILE)[0]
+def swiglu_amax(gate_up: Tensor, dy: Tensor | None, largest: Tensor) -> None:
+    """Fill `largest` [programs] with magnitudes of silu(gate) * up, or of its gradients if there is a dy."""
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    tiles = _grid(rows, columns, ROWS_TILE)[0]
     with torch.cuda.device_of(gate_up):
         run_kernel(
-            swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=None, largest=largest, rows=rows,
-            steps=ceil_div(tiles, len(largest)), D=columns // 2, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
-            BACKWARD=False, num_warps=WARPS,
+            swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=dy, largest=largest, rows=rows,
+            steps=ceil_div(tiles, len(largest)), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
+            BACKWARD=dy is not None, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -259,30 +260,11 @@ def swiglu_cast(gate_up: Tensor, largest: Tensor, y: Tensor, inverse: Tensor) ->
         )  # fmt: skip
 
 
-@custom_op(mutates=("largest",))
-def swiglu_backward_amax(gate_up: Tensor, dy: Tensor, largest: Tensor) -> None:
-    """Fill `largest` [programs] with magnitudes of the gradients of gate and up."""
-    rows, columns = dy.shape
-    tiles = _grid(rows, columns, ROWS_TILE)[0]
-    with torch.cuda.device_of(gate_up):
-        run_kernel(
-            swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=dy, largest=largest, rows=rows,
-            steps=ceil_div(tiles, len(largest)), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1], BACKWARD=True,
-            num_warps=WARPS,
-        )  # fmt: skip
-
-
 @custom_op(mutates=("d", "d_transposed", "d_inverse", "y_transposed"))
 def swiglu_backward_cast(
-    gate_up: Tensor,
-    dy: Tensor,
-    inverse: Tensor,
-    largest: Tensor,
-    d: Tensor,
-    d_transposed: Tensor,
-    d_inverse: Tensor,
-    y_transposed: Tensor,
-) -> None:
+    gate_up: Tensor, dy: Tensor, inverse: Tensor, largest: Tensor,
+    d: Tensor, d_transposed: Tensor, d_inverse: Tensor, y_transposed: Tensor,
+) -> None:  # fmt: skip
     """Fill the gradient of gate_up, its transpose and inverse scale, and the transpose of silu(gate) * up."""
     rows, columns = dy.shape
     with torch.cuda.device_of(gate_up):

@@ -38,19 +38,11 @@ def recurrence_gates(
         beta and g (or None) in the shapes of `b` and `a`, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: when only some of `a`, `A_log` and `dt_bias` are given, for shapes that do not fit, or a
-            backend that cannot run.
+        ValueError: a backend that is unknown or cannot run.
     """
-    if len({x is None for x in (a, A_log, dt_bias)}) > 1:
-        raise ValueError("the forget gate needs a, A_log and dt_bias together: give all of them or none")
     if a is not None:
-        heads = a.shape[-1]
-        fits = a.shape[:-1] == b.shape[:-1] and b.shape[-1] % heads == 0
-        if not fits or {A_log.shape, dt_bias.shape} != {(heads,)}:
-            shapes = ", ".join(str(list(x.shape)) for x in (b, a, A_log, dt_bias))
-            raise ValueError(
-                f"b, a, A_log, dt_bias have shapes {shapes}: expected [..., N H], [..., H], [H], [H]"
-            )
+        assert a.shape[:-1] == b.shape[:-1] and b.shape[-1] % a.shape[-1] == 0
+        assert A_log.shape == dt_bias.shape == a.shape[-1:]
     if resolve_backend(backend, b) == "triton":
         return _Gates.apply(b, a, A_log, dt_bias, beta_max)
     wide = torch.promote_types(b.dtype, torch.float32)
@@ -91,14 +83,9 @@ class _Gates(torch.autograd.Function):
 
 @custom_op(mutates=("beta", "g"))
 def recurrence_gates_forward(
-    b: Tensor,
-    a: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    beta_max: float,
-    beta: Tensor,
-    g: Tensor | None,
-) -> None:
+    b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float,
+    beta: Tensor, g: Tensor | None,
+) -> None:  # fmt: skip
     """Fill beta and, with a forget gate, g."""
     programs, sizes = _sizes(b, a)
     with torch.cuda.device_of(b):
@@ -109,26 +96,16 @@ def recurrence_gates_forward(
 
 @custom_op(mutates=("db", "da", "dparameters"))
 def recurrence_gates_backward(
-    b: Tensor,
-    a: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    beta_max: float,
-    dbeta: Tensor,
-    dg: Tensor | None,
-    db: Tensor,
-    da: Tensor | None,
-    dparameters: Tensor | None,
-) -> None:
+    b: Tensor, a: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float,
+    dbeta: Tensor, dg: Tensor | None, db: Tensor, da: Tensor | None, dparameters: Tensor | None,
+) -> None:  # fmt: skip
     """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, H]."""
     programs, sizes = _sizes(b, a)
     partial = None if a is None else dparameters.new_empty(programs, 2, a.shape[-1])
     with torch.cuda.device_of(b):
         backward_kernel[(programs,)](
-            b, a, A_log, dt_bias, dbeta, dg, db, da, partial,
-            beta_max=beta_max,
-            **_strides(b=b, a=a, db=db, da=da),
-            **sizes,
+            b, a, A_log, dt_bias, dbeta, dg, db, da, partial, beta_max=beta_max,
+            **_strides(b=b, a=a, db=db, da=da), **sizes,
         )  # fmt: skip
     if a is not None:
         sum_rows(partial, dparameters)

@@ -47,10 +47,10 @@ def rms_norm(
         [..., D], differentiable in all tensors (float64 input is computed in float64, by torch).
 
     Raises:
-        ValueError: for shapes that do not fit, or a backend that cannot run.
+        ValueError: a backend that is unknown or cannot run.
     """
     dtype = x.dtype if dtype is None else dtype
-    if _resolve(backend, x, weight, "gate", gate) == "triton":
+    if _resolve(backend, x, weight, gate) == "triton":
         return _RMSNorm.apply(x, weight, gate, None, eps, dtype)[0]
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
@@ -73,7 +73,7 @@ def add_rms_norm(
     Arguments and errors are those of `rms_norm`; `residual` has the shape of `x`. The norm sees the sum as it
     is rounded to its dtype; `dtype` defaults to that.
     """
-    if _resolve(backend, x, weight, "residual", residual) == "triton":
+    if _resolve(backend, x, weight, residual) == "triton":
         return _RMSNorm.apply(x, weight, None, residual, eps, dtype)
     total = residual + x
     return rms_norm(total, weight, eps, dtype=dtype, backend="torch"), total
@@ -100,7 +100,7 @@ def cast_rms_norm(
         A tensor of the result's shape and `dtype` that receives its gradient, and has no content on a GPU;
         the scaled result in `narrow`; the sum with the residual.
     """
-    if _resolve(backend, x, weight, "residual", residual) == "triton":
+    if _resolve(backend, x, weight, residual) == "triton":
         return _CastRMSNorm.apply(x, residual, weight, scaled, eps, dtype, narrow)
     y, total = rms_norm(x, weight, eps, dtype=dtype, backend="torch"), None
     if residual is not None:
@@ -109,16 +109,12 @@ def cast_rms_norm(
     return y, rms_norm(normed, scaled, eps, dtype=torch.float32, backend="torch").to(narrow), total
 
 
-def _resolve(backend: str, x: Tensor, weight: Tensor, name: str, other: Tensor | None) -> str:
+def _resolve(backend: str, x: Tensor, weight: Tensor, other: Tensor | None) -> str:
     size = x.shape[-1]
-    if weight.shape != (size,):
-        raise ValueError(f"weight has shape {list(weight.shape)}, expected [D] = {[size]}")
-    joined = (*x.shape[:-2], x.shape[-2:].numel())  # also a shape of a gate
-    if other is not None and other.shape != x.shape and (name != "gate" or other.shape != joined):
-        raise ValueError(f"{name} has shape {list(other.shape)}, expected that of x, {list(x.shape)}")
-    return resolve_backend(
-        backend, x, None if size <= MAX_SIZE else f"takes at most {MAX_SIZE} channels, got {size}"
-    )
+    joined = (*x.shape[:-2], x.shape[-2:].numel())  # a gate may have its last two axes as one
+    assert weight.shape == (size,) and (other is None or other.shape in (x.shape, joined))
+    limit = None if size <= MAX_SIZE else f"takes at most {MAX_SIZE} channels, got {size}"
+    return resolve_backend(backend, x, limit)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -183,40 +179,23 @@ class _CastRMSNorm(torch.autograd.Function):
 
 @custom_op(mutates=("y", "total"))
 def rms_norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    gate: Tensor | None,
-    eps: float,
-    y: Tensor,
-    total: Tensor | None,
-) -> None:
+    x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor | None, eps: float,
+    y: Tensor, total: Tensor | None,
+) -> None:  # fmt: skip
     """Fill y and, with a residual, the sum that is normalised."""
     tiles, sizes = _tiles(x)
     with torch.cuda.device_of(x):
         forward_kernel[(tiles,)](
-            x, residual, weight, gate, y, total,
-            eps=eps,
-            ADD=residual is not None,
-            S_x=row_stride(x),
-            **_gate_sizes(x, gate=gate),
-            **sizes,
+            x, residual, weight, gate, y, total, eps=eps, ADD=residual is not None, S_x=row_stride(x),
+            **_gate_sizes(x, gate=gate), **sizes,
         )  # fmt: skip
 
 
 @custom_op(mutates=("dx", "dweight", "dgate", "dresidual"))
 def rms_norm_backward(
-    x: Tensor,
-    weight: Tensor,
-    gate: Tensor | None,
-    dy: Tensor,
-    dtotal: Tensor | None,
-    eps: float,
-    dx: Tensor,
-    dweight: Tensor,
-    dgate: Tensor | None,
-    dresidual: Tensor | None,
-) -> None:
+    x: Tensor, weight: Tensor, gate: Tensor | None, dy: Tensor, dtotal: Tensor | None, eps: float,
+    dx: Tensor, dweight: Tensor, dgate: Tensor | None, dresidual: Tensor | None,
+) -> None:  # fmt: skip
     """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
     tiles, sizes = _tiles(x)
     tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device)))  # 1 for no rows
@@ -225,15 +204,9 @@ def rms_norm_backward(
     with torch.cuda.device_of(x):
         backward_kernel[(programs,)](
             x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial,
-            tiles_each=tiles_each,
-            eps=eps,
-            ADD=dtotal is not None,
-            SPLIT=dresidual is not None,
+            tiles_each=tiles_each, eps=eps, ADD=dtotal is not None, SPLIT=dresidual is not None,
             STAGES=STAGES if sizes["BR"] * sizes["BD"] <= TILE else 1,  # wide rows would fill shared memory
-            S_x=row_stride(x),
-            S_dx=row_stride(dx),
-            **_gate_sizes(x, gate=gate, dgate=dgate),
-            **sizes,
+            S_x=row_stride(x), S_dx=row_stride(dx), **_gate_sizes(x, gate=gate, dgate=dgate), **sizes,
         )  # fmt: skip
     sum_rows(partial, dweight)
 

@@ -40,21 +40,15 @@ def selective_scan(
         backend: "torch", "triton" or "auto" (see `resolve_backend`). Triton takes fp32 and N up to 64.
 
     Raises:
-        ValueError: when shapes or dtypes do not fit, or for a backend that cannot run.
+        ValueError: a backend that is unknown or cannot run.
     """
-    if u.dim() != 3 or rate.dim() != 2 or len(rate) != u.shape[-1] or dt.shape != u.shape:
-        raise ValueError(
-            f"u is {list(u.shape)}, dt {list(dt.shape)}, rate {list(rate.shape)}: expected [B, T, D], the "
-            "same and [D, N]"
-        )
-    if not b.shape == c.shape == (*u.shape[:2], rate.shape[1]):
-        raise ValueError(f"b is {list(b.shape)}, c {list(c.shape)}: expected {[*u.shape[:2], rate.shape[1]]}")
-    if {x.dtype for x in (dt, rate, b, c)} != {u.dtype}:
-        raise ValueError(f"the inputs have several dtypes: expected {u.dtype}, that of u")
+    (batch, tokens, channels), size = u.shape, rate.shape[1]
+    assert dt.shape == u.shape and len(rate) == channels and b.shape == c.shape == (batch, tokens, size)
+    assert dt.dtype == rate.dtype == b.dtype == c.dtype == u.dtype
     limit = None
     if u.dtype != torch.float32:
         limit = f"takes float32 only, not {u.dtype}"
-    elif rate.shape[1] > MAX_STATE:
+    elif size > MAX_STATE:
         limit = f"takes states of at most {MAX_STATE} numbers a channel"
     if resolve_backend(backend, u, limit) == "triton":
         return _SelectiveScan.apply(u, dt, rate, b, c, signed, torch.is_grad_enabled())

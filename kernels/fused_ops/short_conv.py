@@ -55,35 +55,19 @@ def short_convolution(
         with both `state` and `position_in_document` those of the last document, zeros before it.
 
     Raises:
-        ValueError: for shapes that do not fit, or a backend that cannot run.
+        ValueError: a backend that is unknown or cannot run.
     """
     (batch, length, channels), width = x.shape, weight.shape[-1]
-    if weight.shape != (channels, 1, width):
-        raise ValueError(f"weight has shape {list(weight.shape)}, expected [D, 1, W] with D = {channels}")
-    if position_in_document is not None and (batch != 1 or position_in_document.shape != (length,)):
-        raise ValueError(
-            f"position_in_document has shape {list(position_in_document.shape)}, x {list(x.shape)}: "
-            "expected [T] and batch 1"
-        )
     rows = batch if state is None or position_in_document is None else len(state)
-    if state is not None:
-        whole = rows == batch or (rows and length % rows == 0)
-        if state.shape != (rows, channels, width - 1) or not whole:
-            raise ValueError(
-                f"state has shape {list(state.shape)}, x {list(x.shape)}: expected [B, D, W-1] = "
-                f"{[batch, channels, width - 1]}, or one for each row of packed documents"
-            )
+    assert weight.shape == (channels, 1, width)
+    assert position_in_document is None or (batch == 1 and position_in_document.shape == (length,))
+    assert state is None or (state.shape == (rows, channels, width - 1) and batch * length % rows == 0)
     limit = None if width <= MAX_TAPS else f"takes at most {MAX_TAPS} taps, got {width}"
     backend = resolve_backend(backend, x, limit)
 
     before = None if state is None else state.transpose(1, 2).to(x.dtype)  # [R, W-1, D]
-    if (
-        backend == "triton"
-        and width > 1
-        and torch.is_grad_enabled()
-        and before is not None
-        and before.requires_grad
-    ):
+    differentiable = before is not None and before.requires_grad and torch.is_grad_enabled()
+    if backend == "triton" and width > 1 and differentiable:
         return _ShortConvolutionOfParts.apply(x, weight, position_in_document, before)
     apply = _torch_short_convolution if backend == "torch" else _ShortConvolution.apply
     last = _last_inputs(_in_rows(x, rows), width - 1, position_in_document, before)
@@ -179,8 +163,11 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
         dx, dweight = _gradients(x, weight, positions, before, dy)
         rows, history, _ = before.shape
         x, dy, dx_rows = (_in_rows(tensor, rows) for tensor in (x, dy, dx))
-        head, tail = (None, None) if positions is None else _ends(positions.view(rows, -1), history)
-        first, end = _ends(x.detach(), history)
+        head = tail = None
+        if positions is not None:
+            positions = positions.view(rows, -1)
+            head, tail = positions[:, :history], positions[:, -history:]
+        first, end = x.detach()[:, :history], x.detach()[:, -history:]
         end, start = (tensor.float().detach().requires_grad_() for tensor in (end, before))
         with torch.enable_grad():
             outputs = _torch_short_convolution(first.float(), weight.detach().float(), head, start)
@@ -189,11 +176,6 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
             dend, dbefore = torch.autograd.grad((outputs, last), (end, start), given)
         dx_rows[:, -history:] += dend
         return dx, dweight, None, dbefore.to(before.dtype)
-
-
-def _ends(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last `count` tokens of x [R, T, ...], or all if there are fewer."""
-    return x[:, :count], x[:, -count:]
 
 
 @custom_op(mutates=("y",))
@@ -208,14 +190,9 @@ def short_convolution_forward(
 
 @custom_op(mutates=("dx", "dweight"))
 def short_convolution_backward(
-    x: Tensor,
-    weight: Tensor,
-    position_in_document: Tensor | None,
-    before: Tensor | None,
-    dy: Tensor,
-    dx: Tensor,
-    dweight: Tensor,
-) -> None:
+    x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None, dy: Tensor,
+    dx: Tensor, dweight: Tensor,
+) -> None:  # fmt: skip
     """Fill the gradients, that of the weight in fp32."""
     grid, sizes = _launch(x, weight, position_in_document, before, BACKWARD)
     groups = ceil_div(sizes["n_blocks"], sizes["BR"])
@@ -223,10 +200,7 @@ def short_convolution_backward(
     with torch.cuda.device_of(x):
         backward_kernel[grid](
             x, weight, position_in_document, before, dy, dx, partial,
-            S_x=row_stride(x),
-            S_dx=row_stride(dx),
-            maxnreg=REGISTERS,
-            **sizes,
+            S_x=row_stride(x), S_dx=row_stride(dx), maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
     sum_rows(partial, dweight)
 

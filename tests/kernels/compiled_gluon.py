@@ -1,9 +1,12 @@
-"""Gluon kernels, and `chunk_prepare_wy_kernel` in Triton, compiled for Hopper, on any machine.
+"""Gluon kernels, and `chunk_prepare_wy_kernel` in Triton, compiled for Hopper on any machine.
 
-In another process, and in one for all, since its imports take longer than a kernel.
+One other process compiles all of them: Triton decides at its import whether it interprets kernels.
 """
 
 import json
+import os
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -12,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from tests.kernels.other_process import resources, run_module
+ROOT = Path(__file__).parents[2]
+# Coverage would double its time.
+LEFT_OUT = ("TRITON_INTERPRET", "COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,21 @@ class Compiled:
     stack: int  # bytes a thread, of registers that were spilled
     ptx: str
 
-    @property
-    def products(self) -> int:
-        """Matrix instructions."""
-        return self.ptx.count("wgmma.mma_async")
-
 
 def compile_for_hopper(variants: Iterable[Variant]) -> dict[Variant, Compiled]:
     variants = list(dict.fromkeys(variants))
-    found = run_module("compiled_gluon", given=json.dumps([asdict(variant) for variant in variants]))
+    environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+    command = [sys.executable, "-m", "tests.kernels.compiled_gluon"]
+    given = json.dumps([asdict(variant) for variant in variants])
+    done = subprocess.run(command, input=given, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
     return {variant: Compiled(**row) for variant, row in zip(variants, found, strict=True)}
 
 
 def _compile(variant: Variant) -> Compiled:
-    """In the other process."""
+    """Compile a variant in the other process."""
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -75,12 +81,13 @@ def _compile(variant: Variant) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()
-        _, stack = resources(Path(file.name))
-    return Compiled(found.metadata.shared, stack, found.asm["ptx"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return Compiled(found.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1]), found.asm["ptx"])
 
 
 def _constants(variant: Variant) -> dict[str, object]:
-    """Of any kernel; None for a tensor that isn't given."""
+    """Return constants of any kernel; None for an absent tensor."""
     packed, gated, values = variant.packed, variant.gated, variant.value_dim or variant.dim
     absent = (
         () if packed else ("dfinal_state", "dinitial_state", "cu_seqlens", "chunk_offsets", "chunk_sequence")
@@ -119,7 +126,7 @@ def _given(variant: Variant) -> dict[str, object]:
 
 
 def _triton_constants(variant: Variant) -> dict[str, object]:
-    """What `Call.of` makes of the sizes, for normalised keys in bf16."""
+    """Return the constants that `Call.of` derives from the sizes, for normalised keys in bf16."""
     import triton.language as tl
 
     tokens = max(32, 1 << (64 // variant.num_householder - 1).bit_length())
@@ -130,7 +137,7 @@ def _triton_constants(variant: Variant) -> dict[str, object]:
 
 
 def _types(variant: Variant) -> dict[str, str]:
-    """Of any kernel's other arguments."""
+    """Return the types of any kernel's other arguments."""
     from fla_train.kernels.delta_product.hopper.common import with_tma_descriptors
 
     given = _given(variant)

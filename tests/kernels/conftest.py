@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """`select_kernel` takes any device for a Hopper GPU with so many multiprocessors."""
+    """`pretend(n)` makes `select_kernel` treat any device as a Hopper GPU with n multiprocessors."""
 
     def pretend(processors: int) -> None:
         monkeypatch.setattr(select, "architecture", lambda _: "9.0")

@@ -1,7 +1,5 @@
 """Inputs and comparisons shared by the operator's tests."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -46,19 +44,3 @@ def assert_matches_definition(backend: str, inputs: dict, tolerance: float) -> N
         for name, x in inputs.items()
     }
     assert_agrees(evaluate(inputs, backend), evaluate(reference, "recurrent"), tolerance)
-
-
-def documents_of(inputs: dict) -> list[dict]:
-    """A packed call cut into one call per non-empty document."""
-    bounds = inputs["cu_seqlens"].tolist()
-    calls = []
-    for s, (start, end) in enumerate(pairwise(bounds)):
-        if start == end:
-            continue
-        call = {name: inputs[name] for name in ("qk_l2norm",)}
-        for name in ("q", "k", "v", "beta", "g"):
-            call[name] = None if inputs[name] is None else inputs[name][:, start:end]
-        state = inputs["initial_state"]
-        call["initial_state"] = None if state is None else state[s : s + 1]
-        calls.append(call)
-    return calls

@@ -1,4 +1,4 @@
-"""The operator's cases for Triton and Gluon kernels, their bounds, and the float64 recurrence beside them."""
+"""Cases of the operator for Triton and Gluon kernels, their error bounds, and a float64 reference."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -149,7 +149,7 @@ def check(case: Case, bounds: dict[str, float], device: str) -> None:
     inputs, *gradients = make_inputs(case, device)
     expected = results(case, inputs, *gradients, backend="recurrent", dtype=torch.float64)
     outputs, leaves = forward(case, inputs, backend="triton")
-    again = outputs | backward(outputs, leaves, *gradients)  # dV has a place of its own then
+    again = outputs | backward(outputs, leaves, *gradients)  # dV has separate memory then
     if not INTERPRETED:  # where programs run one after the other, a second forward pass can't differ
         outputs, leaves = forward(case, inputs, backend="triton")
     actual = outputs | backward(outputs, leaves, *gradients, retain_graph=False)
@@ -195,7 +195,7 @@ HARD = [
         for n in (1, 2)
     ],
     *[(real(inputs="tiny beta", states=False, scale=scale), BF16) for scale in (None, 1e-2, 1e5)],
-    # Without a final state, whose gradient is nothing beside that of such outputs.
+    # Without a final state, whose gradient would vanish next to that of such outputs.
     *[(real(scale=scale, states=False), BF16) for scale in (-1e6, 1e5)],
     *[(real(inputs="no writes", scale=1e10, num_householder=n), BF16) for n in (1, 2)],
     (real(inputs="padding", scale=1e10), BF16),

@@ -1,4 +1,4 @@
-"""Kernels are compiled where Triton would compile one more variant, and else launched as they are."""
+"""`run_kernel` compiles once per variant that Triton would compile, and launches other calls directly."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,78 +10,50 @@ import triton
 from fla_train.kernels.cached_launch import run_kernel
 
 NUMBERS = torch.zeros(64)
-DESCRIBED = SimpleNamespace(base=NUMBERS.bfloat16(), block_shape=[64, 128])
-ARGUMENTS = {"x": NUMBERS, "y": None, "n": 48, "scale": 0.5, "H": 4, "matrix": DESCRIBED}
+BF16 = NUMBERS.bfloat16()
+ARGUMENTS = {
+    "x": NUMBERS, "y": None, "n": 48, "scale": 0.5, "H": 4,
+    "matrix": SimpleNamespace(base=BF16, block_shape=[64, 128]), "num_warps": 4,
+}  # fmt: skip
 
 
 class Kernel(triton.JITFunction):
-    """Notes what it compiles, and what is launched without."""
+    """Record compilations, and the arguments of direct launches."""
 
     __hash__ = object.__hash__
 
     def __init__(self) -> None:
-        self.arg_names = list(ARGUMENTS)
-        self.params = [SimpleNamespace(name=name, is_constexpr=name == "H") for name in ARGUMENTS]
-        self.compiled, self.launched = [], []
+        self.arg_names = [name for name in ARGUMENTS if name != "num_warps"]
+        self.params = [SimpleNamespace(name=name, is_constexpr=name == "H") for name in self.arg_names]
+        self.compiled, self.launched = 0, []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., dict]:
-        def compile_and_launch(**arguments: object) -> dict:
-            self.compiled.append(arguments)
-            return {(*grid, 1, 1)[:3]: lambda *found: self.launched.append((found, arguments))}
+        def compile_and_launch(**_: object) -> dict:
+            self.compiled += 1
+            return {(*grid, 1, 1)[:3]: lambda *arguments: self.launched.append(arguments)}
 
         return compile_and_launch
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+@pytest.mark.parametrize(
+    ("compilations", "change"),
+    [
+        *((1, change) for change in ({"x": torch.ones(16)}, {"n": 16}, {"scale": 1.0})),
+        (1, {"matrix": SimpleNamespace(base=BF16[16:], block_shape=[64, 128])}),
+        *((2, {"x": x}) for x in (NUMBERS[1:], NUMBERS.half(), None)),
+        *((2, {"n": n}) for n in (47, 1, 2**31)),
+        *((2, change) for change in ({"y": NUMBERS}, {"H": 8}, {"num_warps": 8}, {"maxnreg": 128})),
+        (2, {"matrix": SimpleNamespace(base=NUMBERS.half(), block_shape=[64, 128])}),
+        (2, {"matrix": SimpleNamespace(base=BF16, block_shape=[64, 64])}),
+    ],
+    ids=str,
+)
+def test_variants(monkeypatch: pytest.MonkeyPatch, compilations: int, change: dict) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = Kernel()
-    run_kernel(kernel, (7,), **ARGUMENTS, num_warps=4)
-    assert kernel.compiled == [{**ARGUMENTS, "num_warps": 4}] and not kernel.launched
-    return kernel
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"x": torch.ones(16)},
-        {"n": 16},
-        {"scale": 1.0},
-        {"matrix": SimpleNamespace(base=DESCRIBED.base[16:], block_shape=[64, 128])},
-        {},
-    ],
-    ids=str,
-)
-def test_the_same_variant(kernel: Kernel, change: dict) -> None:
-    given = ARGUMENTS | change
-    run_kernel(kernel, (7,), num_warps=4, **dict(reversed(given.items())))
-    assert len(kernel.compiled) == 1
-    ((found, _),) = kernel.launched
-    assert all(x is y for x, y in zip(found, given.values(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"x": NUMBERS[1:]},
-        {"x": NUMBERS.half()},
-        {"x": None},
-        {"y": NUMBERS},
-        {"n": 47},
-        {"n": 1},
-        {"n": 2**31},
-        {"H": 8},
-        {"matrix": SimpleNamespace(base=NUMBERS.half(), block_shape=[64, 128])},
-        {"matrix": SimpleNamespace(base=DESCRIBED.base, block_shape=[64, 64])},
-        {"num_warps": 8},
-        {"maxnreg": 128},
-    ],
-    ids=str,
-)
-def test_another_variant(kernel: Kernel, change: dict) -> None:
-    given = {name: change.pop(name, x) for name, x in ARGUMENTS.items()}
+    kernel, changed = Kernel(), ARGUMENTS | change
+    run_kernel(kernel, (7,), **ARGUMENTS)
     for _ in range(2):
-        run_kernel(kernel, (7,), **given, **{"num_warps": 4} | change)
-    assert len(kernel.compiled) == 2
-    ((_, compiled),) = kernel.launched
-    assert compiled is kernel.compiled[1]
+        run_kernel(kernel, (7,), **dict(reversed(changed.items())))
+    assert kernel.compiled == compilations
+    assert len(kernel.launched) == 3 - compilations
+    assert all(x is changed[name] for name, x in zip(kernel.arg_names, kernel.launched[-1], strict=True))

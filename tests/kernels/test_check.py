@@ -7,10 +7,7 @@ import torch
 
 from fla_train.kernels.delta_product import check_backend, interface, selfcheck
 from fla_train.kernels.delta_product.recurrent import recurrent_delta_product
-from fla_train.kernels.delta_product.selfcheck import (
-    CASES,
-    CheckReport,
-)
+from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FEW = [dataclasses.replace(case, tokens=20) for case in CASES if case.documents is None]
@@ -23,12 +20,8 @@ def test_sound_backends_pass(backend, dtype):
     report = check_backend(backend, "cpu", dtype)
     assert report.ok, report.summary()
     assert {row.case for row in report.rows} == {case.name for case in CASES}
-    assert {row.tensor for row in report.rows} == {
-        "o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dinitial_state"
-    }  # fmt: skip
-    assert report.summary().startswith(
-        f"{backend} on cpu in {str(dtype)[6:]}: ok, {len(report.rows)} comparisons"
-    )
+    gradients = {f"d{name}" for name in selfcheck.DIFFERENTIABLE}
+    assert {row.tensor for row in report.rows} == {"o", "final_state"} | gradients
 
 
 def report_on_wrong(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
@@ -41,13 +34,6 @@ def report_on_wrong(monkeypatch: pytest.MonkeyPatch, change) -> CheckReport:
         interface, "load_backend", lambda name: run if name == "chunk" else recurrent_delta_product
     )
     return check_backend("chunk", "cpu", torch.bfloat16, cases=FEW, head_dims=(16, 8))
-
-
-def test_a_wrong_output_is_found(monkeypatch):
-    report = report_on_wrong(monkeypatch, lambda a: a | {"v": a["v"] * 1.02})
-    assert not report.ok
-    assert "FAILED" in report.summary()
-    assert {"o", "dv"} <= {row.tensor for row in report.rows if not row.ok}
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "g", "initial_state"])

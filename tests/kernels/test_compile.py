@@ -1,6 +1,6 @@
 """Under torch.compile: one graph without a break, the numbers of the eager call, and sound registrations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,14 +41,6 @@ def assert_same(function: Callable, leaves: list[Tensor], dynamic: bool = False)
         assert torch.equal(actual, expected)
 
 
-def detached(arguments: tuple) -> tuple:
-    """Sequences as lists, which schemas want, and no tensor that asks for gradients."""
-    return tuple(
-        x.detach() if isinstance(x, Tensor) else [y.detach() for y in x] if isinstance(x, Sequence) else x
-        for x in arguments
-    )
-
-
 def operator_inputs(
     tokens: int, dtype: torch.dtype = torch.float32, **case: object
 ) -> tuple[dict, list[Tensor]]:
@@ -75,23 +67,11 @@ def test_the_number_of_tokens_may_vary_in_one_graph(backend):
         return graph.forward
 
     run = torch.compile(delta_product, fullgraph=True, backend=count, dynamic=True)
-    for tokens in (6, 11, 7):  # none is another axis, lest their sizes be taken for one
+    for tokens in (6, 11, 7):  # no other axis has these sizes
         inputs, _ = operator_inputs(tokens, alpha=(0.5, 1.0))
         expected = delta_product(**inputs, backend=backend)[0]
         torch.testing.assert_close(run(**inputs, backend=backend)[0], expected, rtol=1e-5, atol=1e-6)
     assert len(graphs) == 1
-
-
-def test_the_step():
-    inputs, _ = operator_inputs(1, alpha=(0.5, 1.0), initial_state=True)
-    token = {name: inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")}
-
-    def step() -> tuple[Tensor, Tensor]:
-        return delta_product_step(**token, state=inputs["initial_state"], qk_l2norm=True, backend="triton")
-
-    with torch.no_grad():
-        for actual, expected in zip(compiled(step)(), step(), strict=True):
-            assert torch.equal(actual, expected)
 
 
 FUSED_OPS = {
@@ -115,23 +95,26 @@ FUSED_OPS = {
 
 @pytest.mark.parametrize("name", FUSED_OPS)
 def test_a_fused_op(name):
-    """Of sizes that may vary; those of a whole model are fixed in tests/models/test_model_compile.py."""
+    """Sizes may vary here; tests/models/test_model_compile.py compiles a model with fixed sizes."""
     x, y, w = (torch.randn(rows, 8, device=DEVICE, requires_grad=True) for rows in (5, 5, 4))
     assert_same(lambda: FUSED_OPS[name](x, y, w), [x, y, w], dynamic=True)
 
 
-def test_cross_entropy():
+@torch.no_grad()
+def test_functions_without_gradients():
     logits, targets = torch.randn(4, 9, device=DEVICE), torch.tensor([3, -100, 0, 8], device=DEVICE)
+    inputs, _ = operator_inputs(1, alpha=(0.5, 1.0), initial_state=True)
+    token = {name: inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")}
+    options = {"state": inputs["initial_state"], "qk_l2norm": True, "backend": "triton"}
+    for function in (
+        lambda: delta_product_step(**token, **options),
+        lambda: consume_logits(logits * 2, targets, with_gradient=True, backend="triton"),
+    ):
+        for actual, expected in zip(compiled(function)(), function(), strict=True):
+            assert torch.equal(actual, expected)
 
-    def run(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        return consume_logits(logits * 2, targets, with_gradient=True, backend="triton")
 
-    for actual, expected in zip(compiled(run)(logits), run(logits), strict=True):
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("documents", [None, (0, 2, 5)])
+@pytest.mark.parametrize(("documents", "transposed"), [(None, True), ((0, 2, 5), False)])
 def test_the_registration_of_the_chunk_backend_is_sound(documents, transposed):
     inputs, _ = operator_inputs(5, alpha=(0.5, 1.0), initial_state=True, documents=documents)
     if transposed:  # in memory
@@ -142,5 +125,5 @@ def test_the_registration_of_the_chunk_backend_is_sound(documents, transposed):
     tensors = [inputs[name] for name in names]
     torch.library.opcheck(torch.ops.fla_train.chunk.default, (*tensors, 1.0, True))
     kept = [None if x is None else x.detach() for x in tensors]
-    gradients = detached(outputs)
+    gradients = [x.detach() for x in outputs]
     torch.library.opcheck(torch.ops.fla_train.chunk_backward.default, (*gradients, kept, 1.0, True))

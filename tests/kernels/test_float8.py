@@ -49,7 +49,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_for(x: Tensor, dtype: torch.dtype) -> float:
-    """The power of two that takes the largest magnitude to the binade below the format's last one."""
+    """Return the power of two that scales the largest magnitude to the binade below the format's last."""
     top = int(np.log2(FORMATS[dtype][2])) - 1
     return 2.0 ** (top - int(np.floor(np.log2(x.double().abs().max().item()))))
 

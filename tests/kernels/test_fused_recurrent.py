@@ -29,18 +29,12 @@ CASES = [
 ]
 
 
-def is_supported(case: Case) -> bool:
-    sizes = {"key_dim": case.key_dim, "value_dim": case.value_dim, "num_householder": case.num_householder}
-    selection = select_kernel(
-        DEVICE, case.dtype, batch=case.batch, tokens=case.tokens, heads=case.heads, **sizes
-    )
-    return selection.algorithm == "fused_recurrent"
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interpreted(case: Case) -> None:
-    assert is_supported(case)
+    names = ("batch", "tokens", "heads", "key_dim", "value_dim", "num_householder")
+    selection = select_kernel(DEVICE, case.dtype, **{name: getattr(case, name) for name in names})
+    assert selection.algorithm == "fused_recurrent"
     check(case, EXACT, "cpu")
 
 
@@ -80,27 +74,25 @@ def in_float64(inputs):
 def check_step(inputs, l2norm):
     expected = delta_product_step(**in_float64(inputs), qk_l2norm=l2norm, backend="recurrent")
     before = inputs["state"].clone()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
-    try:
-        results = delta_product_step(**inputs, qk_l2norm=l2norm, backend="triton")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    results = delta_product_step(**inputs, qk_l2norm=l2norm, backend="triton")
     assert torch.equal(inputs["state"], before)
     assert results[0].dtype == inputs["q"].dtype and results[1].dtype == torch.float32
     assert relative_rms(results[0], expected[0]) < BOUND[inputs["q"].dtype]
-    assert relative_rms(results[1], expected[1]) < 1e-6  # the inputs are what they are; arithmetic is fp32
+    assert relative_rms(results[1], expected[1]) < 1e-6
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (33, 70), (128, 5), (256, 40)])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("num_householder", [1, 3])
+@pytest.mark.parametrize(
+    ("num_householder", "gated", "dims"),
+    [(1, True, (16, 16)), (3, False, (33, 70)), (3, True, (128, 5)), (1, False, (256, 40))],
+)
 def test_step_shapes(num_householder, gated, dims):
     check_step(step_inputs(num_householder, gated, dims, torch.float32), l2norm=gated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_step_half_precision(dtype):
-    check_step(step_inputs(2, True, (64, 64), dtype), l2norm=True)
+    for l2norm in (True, False):
+        check_step(step_inputs(2, l2norm, (64, 64), dtype), l2norm)
 
 
 def test_step_of_grouped_heads():
@@ -114,13 +106,6 @@ def test_step_of_grouped_heads():
 @pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (256, 256), (96, 48)])
 def test_gpu_step(dims, num_householder, gated):
     check_step(step_inputs(num_householder, gated, dims, torch.bfloat16, batch=16, heads=16), l2norm=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("l2norm", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_gpu_step_other_types(dtype, l2norm):
-    check_step(step_inputs(2, not l2norm, (128, 128), dtype, batch=16, heads=16), l2norm)
 
 
 @pytest.mark.parametrize("backend", ["recurrent", pytest.param("triton", marks=pytest.mark.gpu)])

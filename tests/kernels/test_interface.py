@@ -1,4 +1,4 @@
-"""What the operator accepts, what it says when it does not, and which backend it picks."""
+"""Valid and invalid arguments of the operator, its choice of the backend, and recomputation."""
 
 import pytest
 import torch
@@ -16,12 +16,6 @@ def valid() -> dict:
     return random_inputs(T, N, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32)
 
 
-def packed(*bounds: int, dtype: torch.dtype = torch.int32) -> dict:
-    inputs = random_inputs(T, N, documents=(0, T), dtype=torch.float32)
-    inputs["cu_seqlens"] = torch.tensor(bounds, dtype=dtype)
-    return inputs
-
-
 @pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_shapes_and_dtypes_of_the_results(backend, dtype):
@@ -37,12 +31,10 @@ def test_shapes_and_dtypes_of_the_results(backend, dtype):
     ("name", "value", "message"),
     [
         ("q", torch.zeros(B, T, K), r"q has shape \[2, 6, 8\], expected 4 axes \[B, T, H, K\]"),
-        ("q", torch.zeros(B, T, H, K, dtype=torch.long), "q is torch.int64"),
         ("v", torch.zeros(B, T, N + 1, H, V), r"v has shape .*: axis N of .* is 4, expected 3"),
         ("v", torch.zeros(B, T, N, H, V).half(), r"v is torch.float16, expected torch.float32"),
         ("beta", torch.full((B, T, N, H), 2.5), r"beta lies in \[2.5, 2.5\], expected \[0, 2\]"),
         ("g", torch.full((B, T, H), 0.1), r"g reaches 0.1, expected a log decay <= 0"),
-        ("g", torch.zeros(B, T, H, device="meta"), r"g is on meta, expected cpu"),
         ("initial_state", torch.zeros(B, H, V, K), r"initial_state has shape .* = \[2, 2, 8, 5\]"),
         ("scale", torch.tensor(0.5, requires_grad=True), "gradient"),
     ],
@@ -52,31 +44,20 @@ def test_a_wrong_argument_is_named(name, value, message):
         delta_product(**{**valid(), name: value})
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "message"),
-    [
-        ([0, T], "cu_seqlens is a list"),
-        (torch.tensor([0, T - 1]), r"cu_seqlens runs from 0 to 5, expected non-decreasing from 0 to T = 6"),
-        (torch.tensor([0, 4, 3, T]), r"expected non-decreasing"),
-    ],
-)
-def test_wrong_document_boundaries_are_named(cu_seqlens, message):
-    with pytest.raises(ValueError, match=message):
-        delta_product(**{**packed(0, T), "cu_seqlens": cu_seqlens})
+@pytest.mark.parametrize("bounds", [[0, T - 1], [0, 4, 3, T]])
+def test_wrong_document_boundaries_are_named(bounds):
+    inputs = random_inputs(T, N, documents=(0, T), dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected non-decreasing from 0 to T = 6"):
+        delta_product(**inputs | {"cu_seqlens": torch.tensor(bounds)})
 
 
 def test_the_step_checks_its_arguments_too():
     inputs = valid()
-    step = {name: inputs[name][:, 0] for name in ("q", "k", "v", "beta", "g")}
-    state = inputs["initial_state"]
-    o, new = delta_product_step(**step, state=state)
-    assert o.shape == (B, H, V) and new.shape == state.shape
+    step, state = {name: inputs[name][:, 0] for name in ("q", "v", "beta", "g")}, inputs["initial_state"]
     with pytest.raises(ValueError, match=r"k has shape .*, expected 4 axes \[B, N, H, K\]"):
-        delta_product_step(**{**step, "k": inputs["k"]}, state=state)
+        delta_product_step(**step, k=inputs["k"], state=state)
     with pytest.raises(ValueError, match=r"state has shape \[1, 2, 8, 5\], expected .* = \[2, 2, 8, 5\]"):
-        delta_product_step(**step, state=state[:1])
-    with pytest.raises(ValueError, match="backend='fast' is unknown"):
-        delta_product_step(**step, state=state, backend="fast")
+        delta_product_step(**step, k=inputs["k"][:, 0], state=state[:1])
 
 
 def test_backend_is_the_argument_then_the_variable_then_the_device(monkeypatch):
@@ -86,15 +67,10 @@ def test_backend_is_the_argument_then_the_variable_then_the_device(monkeypatch):
     monkeypatch.setenv("FLA_TRAIN_BACKEND", "recurrent")
     assert resolve_backend("auto", CPU) == "recurrent"
     assert resolve_backend("chunk", CPU) == "chunk"
-    for unset in ("auto", ""):
-        monkeypatch.setenv("FLA_TRAIN_BACKEND", unset)
-        assert resolve_backend("auto", CPU) == "chunk"
-
-
-def test_triton_without_a_gpu_raises_and_never_falls_back(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="'triton' needs a CUDA device, got cpu"):
-        delta_product(**valid(), backend="triton")
+    for backend, message in (("triton", "needs a CUDA device, got cpu"), ("fast", "is unknown")):
+        with pytest.raises(ValueError, match=message):
+            resolve_backend(backend, CPU)
 
 
 @pytest.mark.parametrize("backend", ["chunk", "triton"])
@@ -119,8 +95,7 @@ def test_recompute_keeps_the_inputs_only_and_changes_no_gradient(backend):
 
 
 @pytest.mark.usefixtures("by_chunks")
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("backend", ["chunk", "triton"])
+@pytest.mark.parametrize(("backend", "checkpointed"), [("chunk", False), ("triton", True)])
 def test_autocast_and_activation_checkpointing_change_nothing(backend, checkpointed):
     leaves, call = differentiable_call(backend)
     do = torch.randn_like(call()[0])
@@ -133,7 +108,7 @@ def test_autocast_and_activation_checkpointing_change_nothing(backend, checkpoin
 
 def test_a_state_may_be_carried_in_place(backend):
     """The backward pass reads no values of the initial state, so that it may be overwritten before."""
-    inputs = random_inputs(30, 2, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32)
+    inputs = random_inputs(9, 2, alpha=(0.5, 1.0), initial_state=True, dtype=torch.float32)
     inputs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     leaves, state = differentiable(inputs)[:-1], inputs["initial_state"].detach()
     found = []
@@ -148,7 +123,7 @@ def test_a_state_may_be_carried_in_place(backend):
 
 
 def differentiable_call(backend, **options):
-    inputs = random_inputs(30, 2, key_dim=16, value_dim=16, alpha=(0.5, 1.0), dtype=torch.float32)
+    inputs = random_inputs(9, 2, key_dim=16, value_dim=16, alpha=(0.5, 1.0), dtype=torch.float32)
     inputs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     leaves = differentiable(inputs)
     return leaves, lambda: delta_product(**inputs, backend=backend, **options)

@@ -1,14 +1,18 @@
-"""Configurations of the small models that the tests of this folder build, and what they count on them."""
+"""Configurations of the small models of this folder's tests, their states and caches, and a call counter."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from fla_train.models import DeltaProductConfig
+from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
+from fla_train.models.modeling import DeltaProductForCausalLM
 
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2}
 OLMO = {
@@ -45,8 +49,30 @@ def small_config(variant: str = "gated_delta_product", **overrides) -> DeltaProd
     return DeltaProductConfig(**(fields | VARIANTS[variant] | overrides))
 
 
+def zero_states(model: DeltaProductForCausalLM, rows: int) -> dict[StateKey, Tensor]:
+    """Make zero initial states of all linear layers, in the shapes of a cache."""
+    cache = model(torch.ones(rows, 1, dtype=torch.long), use_cache=True).past_key_values
+    return {
+        StateKey(kind, number, index): torch.zeros_like(state)
+        for number, layer in enumerate(cache.layers)
+        for kind in (RECURRENT, CONV)
+        for index, state in getattr(layer, f"{kind}_states", {}).items()
+        if state is not None
+    }
+
+
+def carried_passes(model: DeltaProductForCausalLM, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of training passes over `parts`, whose states are carried from one to the next."""
+    logits, start = [], zero_states(model, len(parts[0]))
+    for part in parts:
+        end = {key: torch.full_like(state, torch.nan) for key, state in start.items()}
+        logits.append(model(part, states=CarriedStates(start, end, model.config.num_hidden_layers)).logits)
+        start = end
+    return logits
+
+
 def cache_tensors(cache: Cache) -> list[Tensor]:
-    """What a cache holds, layer by layer: convolution inputs and state, or keys and values."""
+    """Return the tensors of a cache, layer by layer: convolution inputs and state, or keys and values."""
     held: list[Tensor | None] = []
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):

@@ -1,14 +1,14 @@
-"""States carried over training passes: against one long pass, against a cache, and run twice."""
+"""States carried over training passes, compared with one long pass and with a cache."""
 
 from itertools import pairwise
 
 import pytest
 import torch
+from small_models import carried_passes, zero_states
 from torch import Tensor
 from transformers import DynamicCache
 
-from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
-from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.models.carried_states import RECURRENT, CarriedStates
 
 LINEAR = ["delta_net", "gated_delta_product", "without_conv"]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -21,46 +21,18 @@ def text() -> Tensor:
     return torch.randint(1, 31, (ROWS, 4 * LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def zeros(model: DeltaProductForCausalLM, rows: int = ROWS) -> dict[StateKey, Tensor]:
-    """States of all linear layers, in the shapes that the mixer's equations have."""
-    config, found = model.config, {}
-    key_size = config.num_heads * config.head_dim
-    value_size = config.num_heads * config.head_v_dim
-    sizes = key_size, config.num_householder * key_size, config.num_householder * value_size
-    for layer, kind in enumerate(config.layer_types):
-        if kind == "linear_attention":
-            shape = (rows, config.num_heads, config.head_dim, config.head_v_dim)
-            found[StateKey(RECURRENT, layer, 0)] = torch.zeros(shape, dtype=torch.float64)
-            for index, size in enumerate(sizes if config.use_short_conv else ()):
-                shape = (rows, size, config.conv_size - 1)
-                found[StateKey(CONV, layer, index)] = torch.zeros(shape, dtype=torch.float64)
-    return found
-
-
-def passes(model: DeltaProductForCausalLM, parts: list[dict[str, Tensor]], rows: int = ROWS) -> list[Tensor]:
-    """The logits of passes whose states are carried from one to the next."""
-    logits, start = [], zeros(model, rows)
-    for part in parts:
-        end = {key: torch.full_like(state, torch.nan) for key, state in start.items()}
-        states = CarriedStates(start, end, model.config.num_hidden_layers)
-        logits.append(model(**part, states=states).logits)
-        start = end
-    return logits
-
-
-@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
 @pytest.mark.parametrize("variant", LINEAR)
 @torch.no_grad()
-def test_passes_are_one_long_pass(build, text: Tensor, variant: str, backend: str):
-    model = build(variant, backend=backend)
-    parts = [{"input_ids": part} for part in text.split(LENGTH, dim=1)]
-    torch.testing.assert_close(torch.cat(passes(model, parts), dim=1), model(text).logits, **EXACT)
+def test_passes_are_one_long_pass(build, text: Tensor, variant: str):
+    model = build(variant, backend="chunk")
+    found = carried_passes(model, text.split(LENGTH, dim=1))
+    torch.testing.assert_close(torch.cat(found, dim=1), model(text).logits, **EXACT)
 
 
 @pytest.mark.parametrize("variant", LINEAR)
 @torch.no_grad()
 def test_packed_documents_continue_over_passes(build, text: Tensor, variant: str):
-    """Against each document in a pass of its own, which knows neither rows nor bounds."""
+    """The expected logits are those of each document in a separate pass, without rows and bounds."""
     model = build(variant, backend="chunk")
     bounds = [  # of documents over the row's whole text: a row ends in, at and just behind a document's bound
         [0, 3, 20, 32],
@@ -71,7 +43,7 @@ def test_packed_documents_continue_over_passes(build, text: Tensor, variant: str
         torch.cat([model(row[None, a:b]).logits[0] for a, b in pairwise(cut)])
         for row, cut in zip(text, bounds, strict=True)
     ]
-    logits, start = [], zeros(model)
+    logits, start = [], zero_states(model, ROWS)
     for first in range(0, 4 * LENGTH, LENGTH):
         last = first + LENGTH
         inner = [[b - first for b in cut if first < b < last] for cut in bounds]
@@ -91,9 +63,9 @@ def test_packed_documents_continue_over_passes(build, text: Tensor, variant: str
 
 @torch.no_grad()
 def test_attention_layers_carry_nothing(build, text: Tensor):
-    """A hybrid's second pass: the linear layer goes on, the attention layer sees the pass alone."""
+    """In a hybrid's second pass the linear layer continues, and the attention layer sees only the pass."""
     model = build("hybrid_full_attention")
-    found = passes(model, [{"input_ids": part} for part in text[:, : 2 * LENGTH].split(LENGTH, dim=1)])[1]
+    found = carried_passes(model, text[:, : 2 * LENGTH].split(LENGTH, dim=1))[1]
     hidden = model.model(text[:, : 2 * LENGTH], output_hidden_states=[1]).hidden_states[1][:, LENGTH:]
     alone = model(text[:, LENGTH : 2 * LENGTH]).logits
     assert not torch.allclose(found, alone)
@@ -101,26 +73,22 @@ def test_attention_layers_carry_nothing(build, text: Tensor):
     torch.testing.assert_close(model(text[:, LENGTH : 2 * LENGTH]).logits, found, **EXACT)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
-def test_gradients_are_those_of_a_constant_state(build, text: Tensor, variant: str, checkpointing: bool):
-    """Against a cache that a pass without gradients has filled; a layer that runs twice changes nothing."""
-    model = build(variant, backend="chunk").train()
+def test_gradients_are_those_of_a_constant_state(build, text: Tensor, checkpointing: bool):
+    """Against a cache filled by a pass without gradients; a layer that runs twice changes nothing."""
+    model = build(backend="chunk").train()
     first, second = text[:, :LENGTH], text[:, LENGTH : 2 * LENGTH]
-    if variant == "hybrid":  # its cache would hold keys: compare from the states of no tokens
-        first = None
-    start = zeros(model)
-    cache = None
-    if first is not None:
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(first, past_key_values=cache)
-        for key in start:
-            layer = cache.layers[key.layer]
-            held = layer.recurrent_states if key.kind == RECURRENT else layer.conv_states
-            start[key] = held[key.index].clone()
-        # An update in place would invalidate the graph.
-        cache.update_recurrent_state = cache.update_conv_state = lambda *_, **__: None
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(first, past_key_values=cache)
+    start = {}
+    for key in zero_states(model, ROWS):
+        layer = cache.layers[key.layer]
+        held = layer.recurrent_states if key.kind == RECURRENT else layer.conv_states
+        start[key] = held[key.index].clone()
+    # An update in place would invalidate the graph.
+    cache.update_recurrent_state = cache.update_conv_state = lambda *_, **__: None
     logits = model(second, past_key_values=cache).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), second[:, 1:].flatten())
     loss.backward()
@@ -131,8 +99,9 @@ def test_gradients_are_those_of_a_constant_state(build, text: Tensor, variant: s
         model.gradient_checkpointing_enable()
     kept = {key: state.clone() for key, state in start.items()}
     end = {key: torch.full_like(state, torch.nan) for key, state in start.items()}
-    states = CarriedStates(start, end, model.config.num_hidden_layers)
-    found = model(second, labels=second, states=states).loss
+    found = model(
+        second, labels=second, states=CarriedStates(start, end, model.config.num_hidden_layers)
+    ).loss
     after_forward = {key: state.clone() for key, state in end.items()}
     found.backward()
     torch.testing.assert_close(found, loss, **EXACT)

@@ -118,9 +118,7 @@ def test_packed_documents_equal_separate_ones_with_gradients(build, tokens, vari
 
 
 @every_variant
-@pytest.mark.parametrize(
-    "cuts", [list(range(1, 19)), [7], [1, 9], [2, 3, 17]], ids=["steps", "7", "1+8", "mixed"]
-)
+@pytest.mark.parametrize("cuts", [list(range(1, 19)), [7], [2, 3, 17]], ids=["steps", "7", "mixed"])
 @torch.no_grad()
 def test_pieces_through_the_cache_equal_the_parallel_forward(build, tokens, variant, cuts):
     model = build(variant)
@@ -135,8 +133,15 @@ def test_pieces_through_the_cache_equal_the_parallel_forward(build, tokens, vari
 
 # transformers 5.23 has a new name for it, which 5.17 does not know
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-@pytest.mark.parametrize("mode", [True, "selective"])
-@every_variant
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [
+        ("gated_delta_product", True),
+        ("without_conv", "selective"),
+        ("hybrid", "selective"),
+        ("olmo_hybrid", True),
+    ],
+)
 def test_activation_checkpointing_gives_the_same_gradients(build, tokens, variant, mode):
     model = build(variant).train()
     model(tokens, labels=tokens).loss.backward()
@@ -159,7 +164,7 @@ def test_a_recomputed_operator_gives_the_same_gradients(build, tokens, packed):
         inputs = {name: x.view(1, -1) for name, x in inputs.items()}
         inputs["cu_seqlens"] = torch.tensor([0, 3, 3, tokens.numel()])
     gradients = []
-    for recompute, nested in ((False, False), (True, False), (True, True), (True, "selective")):
+    for recompute, nested in ((False, False), (True, False), (True, "selective")):
         model = build(backend="chunk", recompute_operator=recompute).train()
         checkpoint_activations(model, nested)  # blocks that run again, and in each of them the operator
         model(**inputs).loss.backward()
@@ -199,6 +204,8 @@ def test_loss_equals_cross_entropy_of_the_logits(build, tokens):
     for items in (7, 0.25, torch.tensor(3.0)):  # a global count over the ranks may be any positive number
         torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=items).loss, total / items)
     assert torch.equal(model(tokens, labels=labels).logits, outputs.logits)
+    each = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(model.token_losses(tokens), each.detach(), **EXACT)
     assert model.train()(tokens, labels=labels).logits is None  # they would be the largest tensor of a step
 
 
@@ -208,13 +215,6 @@ def test_a_batch_without_targets_has_loss_zero(build, tokens, items):
     loss = model(tokens, labels=torch.full_like(tokens, -100), num_items_in_batch=items).loss
     loss.backward()
     assert loss == 0 and all(not p.grad.any() for p in model.parameters())
-
-
-def test_token_losses_are_those_of_the_logits(build, tokens):
-    model = build()
-    logits = model(tokens).logits[:, :-1].detach()
-    expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-    torch.testing.assert_close(model.token_losses(tokens), expected, **EXACT)
 
 
 def test_autocast_stays_close_to_fp32_and_keeps_states_wide(tokens):
@@ -231,8 +231,7 @@ def test_autocast_stays_close_to_fp32_and_keeps_states_wide(tokens):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunk"])
-@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
+@pytest.mark.parametrize(("variant", "backend"), [("gated_delta_product", "recurrent"), ("hybrid", "chunk")])
 def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):
     """All weights in bf16, the gates' parameters too: gates, states and the loss stay wide."""
     model = build(variant, initializer_range=0.1, backend=backend).float()
@@ -244,7 +243,7 @@ def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):
     whole.loss.backward()
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in half.parameters())
     with torch.no_grad():
-        for length in (1, 5, 18):
+        for length in (1, 14):
             cache = half(tokens[:, :length], use_cache=True).past_key_values
             pieces = [half(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(length, 19)]
             mixers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]

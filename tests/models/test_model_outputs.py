@@ -1,9 +1,9 @@
-"""What callers of transformers' models ask for and hand over: states, weights, positions, labels, heads."""
+"""Arguments and outputs of transformers' models: hidden states, attentions, positions, labels, heads."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import every_variant, small_config
+from small_models import small_config
 from transformers import AutoModelForSequenceClassification, DataCollatorWithFlattening, DynamicCache
 
 from fla_train.models.modeling import DeltaProductForTokenClassification
@@ -35,10 +35,6 @@ def test_hidden_states_are_what_the_blocks_read_and_the_head_gets(build, tokens,
     model.config.output_hidden_states = True
     assert torch.equal(model(tokens).hidden_states[1], second)
     assert torch.equal(model(tokens, use_cache=False, return_dict=False)[1][1], second)
-    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_hidden_states": True}
-    step = model.generate(tokens, pad_token_id=0, **options).hidden_states
-    assert [state.shape for state in step[0]] == 3 * [(3, 19, 16)]
-    assert [state.shape for state in step[1]] == 3 * [(3, 1, 16)]
 
 
 @pytest.mark.parametrize("variant", ["hybrid", "hybrid_full_attention"])
@@ -68,22 +64,7 @@ def test_attentions_are_the_weights_that_make_the_output(build, tokens, variant)
     assert torch.equal(steps.sequences, greedy)
 
 
-@torch.no_grad()
-def test_eager_attention_knows_padding_and_packed_documents(build, tokens, documents):
-    model, mask = build("hybrid"), torch.ones_like(tokens)
-    mask[0, :6] = mask[1, 12:] = 0
-    packed = {"input_ids": torch.cat(documents)[None], "cu_seqlens": torch.tensor([0, 8, 9, 22])}
-    for inputs in ({"input_ids": tokens, "attention_mask": mask}, packed):
-        expected = model(**inputs, use_cache=False).logits
-        found = model(**inputs, use_cache=False, output_attentions=True).logits
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_model_without_attention_has_no_weights_to_return(build, tokens):
-    assert build()(tokens, output_attentions=True).attentions == ()
-
-
-@every_variant
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
 @torch.no_grad()
 def test_the_bounds_of_documents_by_every_name(build, documents, variant):
     model, row = build(variant), torch.cat(documents)[None]
@@ -111,7 +92,6 @@ def test_a_batch_of_the_flattening_collator(build, documents, options):
     [
         ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "position_ids"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, "3 rows"),
-        ({"position_ids": torch.arange(3)[None]}, "position_ids"),
         ({"cu_seqlens": torch.tensor([0, 2, 5])}, "cu_seqlens"),
         ({"cu_seqlens": torch.tensor([0, 2, 4]), "use_cache": True}, "cache with packed documents"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
@@ -119,17 +99,14 @@ def test_a_batch_of_the_flattening_collator(build, documents, options):
     ],
 )
 @pytest.mark.parametrize("variant", ["delta_net", "hybrid"])
-def test_arguments_that_would_give_wrong_results(build, arguments, error, variant):
+def test_arguments_that_would_give_wrong_results(build, tokens, arguments, error, variant):
     rows = 3 if error == "3 rows" else 1
+    model = build(variant)
     with pytest.raises(ValueError, match=error):
-        build(variant)(**({"input_ids": torch.ones(rows, 4, dtype=torch.long)} | arguments))
-
-
-def test_unknown_arguments_and_conflicts_with_a_cache(build, tokens):
-    model = build().train()
+        model(**({"input_ids": torch.ones(rows, 4, dtype=torch.long)} | arguments))
     with pytest.raises(TypeError, match="segments"):
         model(tokens, segments=torch.zeros_like(tokens))
-    model.gradient_checkpointing_enable()
+    model.train().gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing"):
         model(tokens, past_key_values=DynamicCache(config=model.config))
 

@@ -111,7 +111,7 @@ class LogitsSeen(TorchDispatchMode):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "experts", "scale", "unknown"])
+@pytest.mark.parametrize("name", ["llama", "experts", "unknown"])
 def test_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
     ids = torch.randint(VOCABULARY, (2, 33))
     found = []
@@ -159,30 +159,6 @@ def test_the_loss_is_the_classs_own_without_all_logits(name: str, monkeypatch: p
     torch.testing.assert_close(model.token_losses(ids).flatten(), expected, rtol=1e-4, atol=1e-4)
 
 
-class ValuesRead(TorchDispatchMode):
-    """How often the host read values of a tensor, for which it would wait for a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        aten = torch.ops.aten
-        self.count += function.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select)
-        return function(*arguments, **(options or {}))
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba2", "xlstm", "olmo_hybrid", "experts"])
-def test_neither_training_nor_evaluation_reads_a_value(name: str) -> None:
-    model = build(name)
-    ids = torch.randint(VOCABULARY, (2, 33))
-    for _ in range(2):  # the first pass tries the head
-        with ValuesRead() as read:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert read.count == 0
-    with ValuesRead() as read:
-        model.eval().token_losses(ids)
-    assert read.count == 0
-
-
 def test_documents_that_positions_pack_are_kept_apart() -> None:
     """By our loss and by the class's own logits, also after a pass over whole rows."""
     model = build("llama")
@@ -204,9 +180,9 @@ def test_micro_batches_add_up(name: str) -> None:
     model = build(name)
     ids = torch.randint(VOCABULARY, (1, 33))
     labels = torch.where(torch.rand(1, 33) < 0.5, ids, -100)
+    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
     count = (labels[:, 1:] != -100).sum()
-    whole = model(input_ids=ids, labels=labels, num_items_in_batch=count, use_cache=False).loss
-    half = model(input_ids=ids, labels=labels, num_items_in_batch=2 * count, use_cache=False).loss
+    whole, half = (model(**inputs, num_items_in_batch=n).loss for n in (count, 2 * count))
     torch.testing.assert_close(2 * half, whole)
 
 
@@ -232,10 +208,8 @@ def test_a_node_follows_from_the_config(name: str) -> None:
     [
         (node("llama", hiden_size=3), "model.config.hiden_size: no field of LlamaConfig"),
         (node("llama", vocab_size=3), "model.vocab_size"),
-        (node("llama", num_attention_heads="many"), "num_attention_heads"),
         (node("lama"), "did you mean llama"),
         (node("mamba2"), "num_heads"),
-        (node("llama", "jax"), "model.source=jax"),
         (node("mamba", "fla"), "model=hf/any"),
     ],
 )
@@ -244,16 +218,12 @@ def test_errors(wrong: dict[str, Any], error: str) -> None:
         build_model_config(wrong)
 
 
-def test_a_missing_package_is_named() -> None:
-    if importlib.util.find_spec("fla"):
-        pytest.skip("flash-linear-attention is installed")
-    with pytest.raises(ValueError, match="pip install flash-linear-attention"):
-        build_model_config(node("gla", "fla"))
-
-
 @pytest.mark.parametrize("model_type", OF_FLA)
-def test_the_package_builds_it_at_the_asked_sizes(model_type: str) -> None:
-    pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+def test_the_package_builds_it_at_the_requested_sizes(model_type: str) -> None:
+    if importlib.util.find_spec("fla") is None:
+        with pytest.raises(ValueError, match="pip install flash-linear-attention"):
+            build_model_config(node(model_type, "fla"))
+        return
     sizes = {"expand_ratio": 16} if model_type == "hgrn2" else {}
     model = build_model(build_model_config(node(model_type, "fla", **sizes)))
     assert model.config.model_type == model_type and model.config.num_hidden_layers == 2
@@ -302,15 +272,6 @@ def test_flops_of_a_token_s_experts() -> None:
     expert, routers = 2 * 3 * 64 * 32, 2 * 64 * (4 + 1)
     assert experts.projections - dense.projections == 2 * (3 * expert + routers - 3 * expert)
     assert experts.attention == dense.attention
-
-
-def test_flops_of_a_window() -> None:
-    plain, windowed = (
-        forward_flops(build_on_meta(node("mistral", sliding_window=window, **ATTENTION)), 64)
-        for window in (None, 16)
-    )
-    visible = sum(min(t + 1, 16) for t in range(64)) / 64
-    assert windowed.attention == pytest.approx(plain.attention * visible / 32.5)
 
 
 def test_nothing_crosses_the_bounds_of_documents() -> None:

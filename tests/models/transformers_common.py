@@ -46,54 +46,14 @@ class DeltaProductModelTester(CausalLMModelTester):
     settings: dict[str, object] = {}  # noqa: RUF012
 
     def get_config(self) -> DeltaProductConfig:
-        return DeltaProductConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_heads=2,
-            head_dim=8,
-            intermediate_size=self.intermediate_size,
-            max_position_embeddings=self.max_position_embeddings,
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
-            pad_token_id=self.pad_token_id,
-            **self.settings,
-        )
-
-
-class DeltaNetTester(DeltaProductModelTester):
-    settings = {"num_householder": 1}  # noqa: RUF012
-
-
-class GatedDeltaNetTester(DeltaProductModelTester):
-    settings = {"num_householder": 1, "use_forget_gate": True, "use_output_gate": True}  # noqa: RUF012
-
-
-class DeltaProductTester(DeltaProductModelTester):
-    settings = {"num_householder": 2}  # noqa: RUF012
-
-
-class TransformerTester(DeltaProductModelTester):
-    settings = {  # noqa: RUF012
-        "num_householder": 1,
-        "layer_types": ["full_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-
-
-class HybridTester(DeltaProductModelTester):
-    settings = {  # noqa: RUF012
-        "num_householder": 2,
-        "use_forget_gate": True,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+        names = "vocab_size hidden_size num_hidden_layers intermediate_size max_position_embeddings".split()
+        names += ["bos_token_id", "eos_token_id", "pad_token_id"]
+        shared = {name: getattr(self, name) for name in names}
+        return DeltaProductConfig(num_heads=2, head_dim=8, **shared, **self.settings)
 
 
 def without_count(cache: Cache) -> Cache:
-    """The same states; the first layer's of the class that the mixins know, not of the one that counts."""
+    """Return a copy whose first layer has the class that the mixins know, instead of `CountingLayer`."""
     changed = copy.copy(cache)
     changed.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in changed.layers:
@@ -103,7 +63,7 @@ def without_count(cache: Cache) -> Cache:
 
 
 class CommonTest(CausalLMModelTest):
-    """What the mixins leave to a model: the names of its config, and the shapes in its cache."""
+    """Names of the config and shapes in the cache, which the mixins leave to a model."""
 
     has_attentions = False
     test_can_init_all_missing_weights_before_2023 = True  # runs that test though no file has a year on top
@@ -139,20 +99,32 @@ class CommonTest(CausalLMModelTest):
         return (batch_size, config.num_heads, config.head_dim, config.head_v_dim)
 
 
+def tester(**settings: object) -> type[DeltaProductModelTester]:
+    return type("Tester", (DeltaProductModelTester,), {"settings": settings})
+
+
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
 class DeltaNetTest(CommonTest, unittest.TestCase):
-    model_tester_class = DeltaNetTester
+    model_tester_class = tester(num_householder=1)
 
 
 class GatedDeltaNetTest(CommonTest, unittest.TestCase):
-    model_tester_class = GatedDeltaNetTester
+    model_tester_class = tester(num_householder=1, use_forget_gate=True, use_output_gate=True)
 
 
 class DeltaProductTest(CommonTest, unittest.TestCase):
-    model_tester_class = DeltaProductTester
+    model_tester_class = tester(num_householder=2)
 
 
 class HybridTest(CommonTest, unittest.TestCase):
-    model_tester_class = HybridTester
+    model_tester_class = tester(
+        num_householder=2,
+        use_forget_gate=True,
+        layer_types=["linear_attention", "full_attention"],
+        **ATTENTION,
+    )
     has_attentions = True
 
     @unittest.skip("a mask of four axes is refused: the recurrent layers could not honour it")
@@ -176,4 +148,4 @@ class HybridTest(CommonTest, unittest.TestCase):
 
 
 class TransformerTest(HybridTest):
-    model_tester_class = TransformerTester
+    model_tester_class = tester(num_householder=1, layer_types=["full_attention"], **ATTENTION)

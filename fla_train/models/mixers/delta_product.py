@@ -1,6 +1,5 @@
 """DeltaProduct mixer: projections, short convolutions, the operator, output norm."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +14,10 @@ from fla_train.kernels.fused_ops import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.layer_sizes import training_flops
-from fla_train.models.layers import RMSNorm, ShortConvolution, norm_project, project
+from fla_train.models.layers import RMSNorm, ShortConvolution, draw_time_steps, norm_project, project
 
-# As in Mamba-2, A = exp(A_log) is drawn uniformly, and the initial time step softplus(dt_bias) log-uniformly.
+# As in Mamba-2, A = exp(A_log) is drawn uniformly.
 A_RANGE = (0.0, 16.0)
-DT_RANGE = (1e-3, 1e-1)
 
 
 class DeltaProductMixer(nn.Module):
@@ -68,8 +66,7 @@ class DeltaProductMixer(nn.Module):
         if self.config.use_forget_gate:
             empty = torch.empty_like(self.A_log, dtype=torch.float32)
             init.copy_(self.A_log, empty.uniform_(*A_RANGE).clamp(min=1e-4).log())
-            dt = empty.uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
-            init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+            init.copy_(self.dt_bias, draw_time_steps(empty))
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs to train on a token, forward and backward, for any `seq_len`."""

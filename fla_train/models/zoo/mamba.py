@@ -4,8 +4,6 @@ A diagonal state transition s = exp(dt A) becomes 2 s - 1; nothing else changes.
 transformers' Mamba.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,11 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple, logging
 
 from fla_train.kernels.fused_ops import selective_scan
-from fla_train.models.layers import RMSNorm
+from fla_train.models.layers import RMSNorm, draw_time_steps
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
 logger = logging.get_logger(__name__)
-DT_RANGE = (1e-3, 1e-1)  # the initial time step, log-uniform
 
 
 class SignedMambaMixer(nn.Module):
@@ -117,8 +114,7 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
         init.ones_(module.D)
         bound = config.time_step_rank**-0.5
         init.uniform_(module.dt_proj.weight, -bound, bound)
-        dt = torch.empty(config.inner_size).uniform_(*map(math.log, DT_RANGE)).exp().clamp(min=1e-4)
-        init.copy_(module.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        init.copy_(module.dt_proj.bias, draw_time_steps(torch.empty(config.inner_size)))
 
     @can_return_tuple
     def forward(

@@ -336,21 +336,9 @@ def chunk_bwd_fused_kernel(
         mbarrier.wait(bars_k.index(ahead & 1), (ahead >> 1) & 1)
         b_du = products(s_ds, m_k.index((ahead & 1) + zero).permute((1, 0)), tall, K)
         scalars = fetch_scalars(
-            beta,
-            g,
-            g_cum,
-            q_rnorm,
-            k_rnorm,
-            f_t.to(gl.int64),
-            f_n,
-            i_h,
-            n_total,
-            H,
-            N,
-            GATED,
-            L2NORM,
-            num_warps,
-        )
+            beta, g, g_cum, q_rnorm, k_rnorm, f_t.to(gl.int64), f_n, i_h, n_total,
+            H, N, GATED, L2NORM, num_warps,
+        )  # fmt: skip
         f_peak = gl.load(peak + (i_chunk + gl.maximum(i_c, 0)) * H + i_h)
         keep_row_sums(inner, pairs + row_sums(b_da * b_kk), zero)  # dA .* A
         if GATED:

@@ -21,18 +21,9 @@ from fla_train.kernels.sizes import ceil_div
 
 
 def triton_delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    *,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
 
     The chunk kernels treat gates below 2^-50 per token as 2^-50.
@@ -65,18 +56,7 @@ def _chunk_bounds(cu_seqlens: Tensor, length: int, chunk_tokens: int) -> tuple[T
 class _DeltaProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        g: Tensor | None,
-        initial_state: Tensor | None,
-        scale: float,
-        qk_l2norm: bool,
-        output_final_state: bool,
-        keep: bool,
-        *bounds: Tensor,
+        ctx, q, k, v, beta, g, initial_state, scale, qk_l2norm, output_final_state, keep, *bounds
     ) -> tuple[Tensor, Tensor | None]:
         (batch, length, _, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
         selection = select_for(q, v, bounds[0] if bounds else None, qk_l2norm)

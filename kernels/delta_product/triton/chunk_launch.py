@@ -34,22 +34,11 @@ from fla_train.kernels.sizes import ceil_div
 
 @custom_op(mutates=("o", "prepared", "u", "states", "transitions", "final_state"))
 def delta_product_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    bounds: Sequence[Tensor],
-    scale: float,
-    qk_l2norm: bool,
-    o: Tensor,
-    prepared: Sequence[Tensor],
-    u: Tensor | None,
-    states: Tensor | None,
-    transitions: Tensor | None,
-    final_state: Tensor | None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None,
+    bounds: Sequence[Tensor], scale: float, qk_l2norm: bool,
+    o: Tensor, prepared: Sequence[Tensor], u: Tensor | None, states: Tensor | None,
+    transitions: Tensor | None, final_state: Tensor | None,
+) -> None:  # fmt: skip
     """Fill the output, the tensors prepared per chunk and, if given, those that the backward reads.
 
     `transitions` [segments, H, K, K] is given where sequences are split. `fused_recurrent` fills the output,
@@ -102,26 +91,11 @@ def delta_product_forward(
 
 @custom_op(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
 def delta_product_backward(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    do: Tensor,
-    dfinal_state: Tensor | None,
-    bounds: Sequence[Tensor],
-    scale: float,
-    qk_l2norm: bool,
-    prepared: Sequence[Tensor],
-    u: Tensor,
-    states: Tensor,
-    transitions: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbeta: Tensor,
-    dg: Tensor | None,
-    dinitial_state: Tensor | None,
-) -> None:
+    q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None, do: Tensor, dfinal_state: Tensor | None,
+    bounds: Sequence[Tensor], scale: float, qk_l2norm: bool,
+    prepared: Sequence[Tensor], u: Tensor, states: Tensor, transitions: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, dbeta: Tensor, dg: Tensor | None, dinitial_state: Tensor | None,
+) -> None:  # fmt: skip
     """Fill the gradients; of `fused_recurrent`, `u` is v."""
     cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, dv.shape[-2:]
     selection = select_for(q, dv, cu_seqlens, qk_l2norm)

@@ -47,16 +47,9 @@ def launch_fused_recurrent(
 
 
 def triton_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    *,
-    state: Tensor,
-    scale: float,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *,
+    state: Tensor, scale: float, qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `delta_product_step` on validated inputs, without gradients; shapes and dtypes as there."""
     q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
     g = None if g is None else g.contiguous()
@@ -67,17 +60,9 @@ def triton_step(
 
 @custom_op(mutates=("o", "new_state"))
 def fused_recurrent_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    qk_l2norm: bool,
-    o: Tensor,
-    new_state: Tensor,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float,
+    qk_l2norm: bool, o: Tensor, new_state: Tensor,
+) -> None:  # fmt: skip
     """Fill the output and the new state."""
     (batch, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[-2:]
     key_tile = next_power_of_2(key_dim)
