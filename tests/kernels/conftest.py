@@ -1,11 +1,10 @@
 """Fixtures shared by the kernels' tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from fla_train.kernels.delta_product import select, selfcheck
 from fla_train.kernels.delta_product.select import override
 
 
@@ -30,19 +29,3 @@ def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "triton by chunks":
         request.getfixturevalue("by_chunks")
     return request.param.split()[0]
-
-
-@pytest.fixture
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """`pretend(n)` makes `select_kernel` treat any device as a Hopper GPU with n multiprocessors."""
-
-    def pretend(processors: int) -> None:
-        monkeypatch.setattr(select, "architecture", lambda _: "9.0")
-        monkeypatch.setattr(select, "interpreted", lambda: False)
-        monkeypatch.setattr(select, "_device", lambda _: (processors, True))
-        for module in (select, selfcheck):
-            monkeypatch.setattr(module, "processors", lambda _: processors)
-        select.clear_caches()
-
-    yield pretend
-    select.clear_caches()

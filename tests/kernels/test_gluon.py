@@ -11,7 +11,7 @@ import triton
 from fla_train.bench.kernels import make_problem, operator
 from fla_train.bench.measure import forward_backward
 from fla_train.bench.roofline import Shape
-from fla_train.kernels.delta_product import check_backend
+from fla_train.kernels.delta_product import check_backend, select
 from fla_train.kernels.delta_product.hopper import bwd_fused, bwd_qkg, bwd_qkg_wide, prepare_wy
 from fla_train.kernels.delta_product.hopper.common import with_tma_descriptors
 from fla_train.kernels.delta_product.select import override, select_kernel
@@ -91,37 +91,28 @@ def test_gates_that_are_nan_stay_so(compiled: dict[Variant, Compiled]) -> None:
         assert least in ptx and not re.search(rf"max\.f32[^;]*{least}", ptx)
 
 
-@pytest.mark.parametrize(
-    ("programs", "taken"), [(128, True), (116, True), (90, False), (256, True), (140, False)]
-)
-def test_fused_backward_is_for_a_busy_device(pretend_hopper, programs: int, taken: bool) -> None:
-    pretend_hopper(132)
+def test_decisions_on_an_h100(monkeypatch) -> None:
+    """The fused backward needs a busy device, a split an idle one; two launches are for uneven tiles of V."""
+    monkeypatch.setattr(select, "architecture", lambda _: "9.0")
+    monkeypatch.setattr(select, "interpreted", lambda: False)
+    monkeypatch.setattr(select, "_device", lambda _: (132, True))
+    monkeypatch.setattr(select, "processors", lambda _: 132)
+    select.clear_caches()
 
-    def is_fused(key_dim: int, value_dim: int, batch: int = programs) -> bool:
-        sizes = {"tokens": 64, "heads": 1, "key_dim": key_dim, "value_dim": value_dim}
-        return select_kernel("cpu", torch.bfloat16, batch=batch, **sizes).fused_backward
+    def decide(batch: int, key_dim: int = 128, value_dim: int = 128, **changes: int) -> select.Selection:
+        sizes = {"tokens": 64, "heads": 1, "key_dim": key_dim, "value_dim": value_dim} | changes
+        return select_kernel("cpu", torch.bfloat16, batch=batch, **sizes)
 
-    assert is_fused(128, 128) is is_fused(128, 64) is is_fused(64, 128) is taken
-    assert is_fused(128, 256, programs // 2) is is_fused(96, 192, programs // 2) is taken  # V in two tiles
-    assert not any(is_fused(*dims) for dims in ((256, 256), (128, 48), (128, 100), (128, 152), (100, 128)))
-
-
-@pytest.mark.parametrize(
-    ("rows", "value_dim", "changes", "launches"),
-    [
-        (256, 192, {}, 2),  # 512 programs are four waves on 132 multiprocessors, and so are twice 256
-        (160, 192, {}, 1),  # three and four
-        (256, 256, {}, 1),  # equal tiles
-        (256, 128, {}, 1),
-        (1, 192, {"documents": 256}, 1),  # documents may differ in length
-        (256, 192, {"group": 2}, 1),
-    ],
-)
-def test_two_launches_where_values_are_uneven(pretend_hopper, rows, value_dim, changes, launches) -> None:
-    pretend_hopper(132)
-    sizes = {"tokens": 64, "heads": 1, "key_dim": 96, "value_dim": value_dim} | changes
-    found = select_kernel("cpu", torch.bfloat16, batch=rows, **sizes)
-    assert found.fused_backward and found.fused_launches == launches
+    fused = [decide(batch).fused_backward for batch in (128, 116, 90, 256, 140)]
+    assert fused == [True, True, False, True, False]
+    other_dims = ((128, 64), (128, 256), (96, 192), (256, 256), (128, 48), (128, 152), (100, 128))
+    assert [decide(128, *dims).fused_backward for dims in other_dims] == 3 * [True] + 4 * [False]
+    # 512 programs of half the width need four waves, and so do twice 256; 320 need three, and twice 160 four.
+    assert [decide(batch, 96, 192).fused_launches for batch in (256, 160)] == [2, 1]
+    assert decide(256, 96, 256).fused_launches == decide(256, 96, 192, group=2).fused_launches == 1
+    long_row = {"tokens": 32768, "heads": 16}
+    assert [decide(1, **long_row, documents=n).num_segments for n in (1, 7, 8, 1000)] == [9, 15, 0, 0]
+    select.clear_caches()
 
 
 FUSED, PARTS = ("prepare_wy", "bwd_fused"), ("prepare_wy", "bwd_qkg")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product, select
-from fla_train.kernels.delta_product.select import override, segment_chunks, select_kernel
+from fla_train.kernels.delta_product.select import override, segment_chunks
 from tests.kernels.operator_cases import (
     BF16_EQUAL,
     BF16_HARD,
@@ -40,13 +40,6 @@ def test_only_calls_that_leave_an_h100_idle_are_split() -> None:
     assert chunks(1, 32768, 16, num_householder=3) == 196  # of 1561 chunks
     assert chunks(1, 8192, 8) == chunks(1, 16384, 4) == 8  # the least
     assert chunks(1, 8192 - 64, 8) == chunks(3, 32768, 16) == chunks(32, 2048, 8) == 0
-
-
-def test_packed_rows_are_split_where_documents_are_longer_than_segments(pretend_hopper: Callable) -> None:
-    pretend_hopper(132)
-    sizes = {"batch": 1, "tokens": 32768, "heads": 16, "key_dim": 128, "value_dim": 128}
-    selections = [select_kernel("cpu", torch.bfloat16, **sizes, documents=n) for n in (1, 7, 8, 1000)]
-    assert [selection.num_segments for selection in selections] == [9, 15, 0, 0]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
