@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -154,18 +155,21 @@ def packed(
     """
     more = 0 if prefix else 1  # without a prefix, the first token of a sequence is context only
     wanted = None if count is None else count * (max(lengths) + more)
-    stream, starts, filled = np.empty(wanted or 1 << 16, TOKEN), [], 0
+    tokens, starts = array("I"), []
     for document in _scanned(documents, scan, progress):
         if not len(document):
             continue
-        if filled:
-            filled = _append(stream, filled, prefix, wanted)
-        starts.append(filled)
-        filled = _append(stream, filled, document, wanted)
-        if filled == wanted:
+        if tokens:
+            tokens.extend(prefix)
+        starts.append(len(tokens))
+        room = None if wanted is None else max(wanted - len(tokens), 0)
+        tokens.frombytes(np.asarray(document[:room], TOKEN).tobytes())
+        if wanted is not None and len(tokens) >= wanted:
             break
-    if not filled:
+    if not tokens:
         return [], []
+    stream = np.frombuffer(tokens, TOKEN)[:wanted]
+    filled = len(stream)
     length = max(lengths)
     if count is None:
         enough = [n for n in lengths if filled >= LEAST_SEQUENCES * (n + more)]
@@ -173,16 +177,6 @@ def packed(
     size = min(length + more, filled)
     count = filled // size
     return list(stream[: count * size].reshape(count, size)), _spans(starts, size, count)
-
-
-def _append(stream: np.ndarray, filled: int, tokens: Sequence[int], most: int | None) -> int:
-    """Append `tokens` to the first `filled` of `stream`, up to `most`; return the new number of tokens."""
-    tokens = tokens if most is None else tokens[: most - filled]
-    end = filled + len(tokens)
-    if end > len(stream):
-        stream.resize(2 * end, refcheck=False)  # in place
-    stream[filled:end] = tokens
-    return end
 
 
 def recut(

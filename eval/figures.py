@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from fla_train.eval.compare import loss_differences
 from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published
@@ -27,12 +26,8 @@ def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
     - `needle`: accuracy against length.
     - `tasks`: scores of lm-eval's tasks in percent, with the published ones.
     """
-    drawings = {
-        "perplexity": _perplexity,
-        "loss_difference": _loss_differences,
-        "needle": _needles,
-        "tasks": _tasks,
-    }
+    drawings = {"perplexity": _perplexity, "loss_difference": _loss_differences}
+    drawings |= {"needle": _needles, "tasks": _tasks}
     return [name for name, draw in drawings.items() if draw(folder / name, results)]
 
 
@@ -111,32 +106,18 @@ def _metric(results: Sequence[EvalResult]) -> str:
 def _along(panel: Axes, curve: Curve, color: str, name: str) -> None:
     middles = [(start + end) / 2 for start, end in zip(curve.edges, curve.edges[1:], strict=False)]
     _line(panel, middles, curve.value, curve.low, curve.high, color=color, label=name)
-    panel.text(
-        *(0.97, 0.95, f"n = {curve.sequences}"),
-        ha="right",
-        va="top",
-        transform=panel.transAxes,
-        fontsize=7,
-        color="0.4",
-    )
+    where = {"ha": "right", "va": "top", "transform": panel.transAxes, "fontsize": 7, "color": "0.4"}
+    panel.text(0.97, 0.95, f"n = {curve.sequences}", **where)
 
 
-def _line(
-    panel: Axes,
-    x: Sequence[float],
-    y: Sequence[float],
-    low: Sequence[float | None],
-    high: Sequence[float | None],
-    color: str,
-    **style: object,
-) -> None:
-    """Plot values, with the 95% intervals as a band; as a bar at a single point."""
-    panel.plot(x, y, color=color, **style)
+def _line(panel: Axes, x: Sequence, y: Sequence, low: Sequence, high: Sequence, **style: object) -> None:
+    """Plot values, with the 95% intervals as a band; as a bar at a single point. Intervals may be None."""
+    panel.plot(x, y, **style)
     if all(value is not None for value in low):
         if len(x) == 1:
-            panel.vlines(x, low, high, color=color, alpha=0.4)
+            panel.vlines(x, low, high, color=style["color"], alpha=0.4)
         else:
-            panel.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+            panel.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _bound(panel: Axes) -> None:
@@ -144,9 +125,7 @@ def _bound(panel: Axes) -> None:
     values = [y for line in panel.lines for y in line.get_ydata()]
     if values and max(values) > 10 * min(values) > 0:
         panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter(NullFormatter())
     if values and np.isfinite(max(values)) and panel.get_ylim()[1] > 2 * max(values):
         panel.set_ylim(top=2 * max(values))
 
@@ -169,15 +148,11 @@ def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
 
 def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
     reference, *others = results
-    found = {
-        data: [
-            (i, result.name, curve)
-            for i, result in enumerate(others, 1)
-            if (curve := loss_differences(result, reference, data))
-        ]
-        for data in unique(score.data for score in reference.of("perplexity"))
-    }
-    found = {data: curves for data, curves in found.items() if curves}
+    found: dict[str, list[tuple[int, str, Curve]]] = {}
+    for data in unique(score.data for score in reference.of("perplexity")):
+        for i, result in enumerate(others, 1):
+            if curve := loss_differences(result, reference, data):
+                found.setdefault(data, []).append((i, result.name, curve))
     if not found:
         return False
     with grid(file, 1, len(found), (4.2, 3.4)) as axes:
@@ -203,11 +178,9 @@ def _needles(file: Path, results: Sequence[EvalResult]) -> bool:
             for i, result in enumerate(results):
                 scores = [s for s in result.of("needle") if s.data == f"{task}/{prompt}"]
                 if scores:
-                    x = [s.length for s in scores]
-                    y, low, high = (
-                        100 * np.array([getattr(s, k) for s in scores]) for k in ("value", "low", "high")
-                    )
-                    _line(panel, x, y, low, high, color=f"C{i}", label=result.name, marker="o", markersize=3)
+                    table = np.array([(s.length, s.value, s.low, s.high) for s in scores]).T
+                    style = {"color": f"C{i}", "label": result.name, "marker": "o", "markersize": 3}
+                    _line(panel, table[0], *100 * table[1:], **style)
             _length_axis(panel, _lengths(results, "needle"), "length (tokens)")
             _mark_training(panel, results)
             panel.set(ylim=(-3, 103), title=f"{task}, {prompt}")
@@ -246,11 +219,10 @@ def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
             for j, score in enumerate(scores):
                 if score and score.chance:
                     panel.plot([j - 0.4, j + 0.35], [100 * score.chance] * 2, "k:", label="chance")
-        dots = [
-            (j + 0.38, float(row[c.head])) for j, c in enumerate(columns) for row in rows if c.head in row
-        ]
+        dots = [(j, float(row[c.head])) for j, c in enumerate(columns) for row in rows if c.head in row]
         if dots:
-            panel.scatter(*zip(*dots, strict=True), s=10, color="0.35", zorder=3, label="published, Table 1")
+            x, y = np.array(dots).T
+            panel.scatter(x + 0.38, y, s=10, color="0.35", zorder=3, label="published, Table 1")
         panel.set_xticks(range(len(columns)), [c.head.removesuffix(" ↑") for c in columns])
         panel.tick_params(axis="x", labelsize=8)
         panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4), ylim=(0, None))

@@ -162,16 +162,21 @@ def loss_table(
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
     if lengths and lengths[first := longest_first[0]] > chunk and not ours:
         _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
-    reader = _Reader(model, prefix, edges, chunk, token_sizes)
+
+    def read(members: Sequence[int]) -> list[np.ndarray]:
+        rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]
+        return _batch_sums(model, rows, [spans[s] for s in members], edges, prefix, chunk, token_sizes)
+
+    remedy = f"the GPU's memory is too small for {chunk} tokens at once: lower suite.perplexity.chunk"
     with tqdm(total=sum(lengths), unit="token", unit_scale=True, desc="loss", disable=not progress) as bar:
         for start in range(0, len(lengths), batch_size):
             members = [s for s in longest_first[start : start + batch_size] if lengths[s]]
             if not members:
                 break
-            rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]
-            for s, summed in zip(members, reader.sums(rows, [spans[s] for s in members], bar), strict=True):
+            for s, summed in zip(members, in_halves(read, members, remedy), strict=True):
                 full = edges.index(lengths[s])
                 found[:, first_row[s] : first_row[s + 1], :full] = summed[..., :full]
+                bar.update(lengths[s])
     return LossTable(
         edges,
         sums,
@@ -243,67 +248,44 @@ def forward(
     return output.logits, {} if name is None else {name: getattr(output, name)}
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Read batches of sequences; the attributes are arguments of `loss_table`."""
+@torch.inference_mode()
+def _batch_sums(
+    model: PreTrainedModel,
+    rows: list[Sequence[int]],
+    spans: list[Spans],
+    edges: tuple[int, ...],
+    prefix: Sequence[int],
+    chunk: int,
+    token_sizes: np.ndarray | None,
+) -> list[np.ndarray]:
+    """Sum losses, targets and bytes of each row by document and bucket, [3, documents, buckets] float64.
 
-    model: PreTrainedModel
-    prefix: Sequence[int]
-    edges: tuple[int, ...]
-    chunk: int
-    token_sizes: np.ndarray | None
-
-    def sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
-        """Return `_batch_sums`, computed in halves if the GPU's memory is too small."""
-
-        def read(batch: Sequence[tuple[Sequence[int], Spans]]) -> list[np.ndarray]:
-            done = bar.n
-            try:
-                return self._batch_sums([row for row, _ in batch], [span for _, span in batch], bar)
-            except torch.OutOfMemoryError:
-                bar.n = done
-                raise
-
-        return in_halves(
-            read,
-            list(zip(rows, spans, strict=True)),
-            f"the GPU's memory is too small for {self.chunk} tokens at once: lower suite.perplexity.chunk",
-        )
-
-    @torch.inference_mode()
-    def _batch_sums(self, rows: list[Sequence[int]], spans: list[Spans], bar: tqdm) -> list[np.ndarray]:
-        """Sum losses, targets and bytes of each row by document and bucket, [3, documents, buckets] float64.
-
-        Rows are padded on the right, which no target sees.
-        """
-        device = self.model.get_input_embeddings().weight.device
-        sizes = [len(self.prefix) + len(row) - 1 for row in rows]
-        found = [np.zeros((3, len(span), len(self.edges) - 1)) for span in spans]
-        cache: dict[str, Any] = {}
-        for start in range(0, max(sizes), self.chunk):
-            stop = min(start + self.chunk, max(sizes))
-            ids = stacked(rows, self.prefix, start, stop + 1)  # [B, C + 1]
-            moved = ids.to(device)
-            logits, cache = forward(self.model, moved[:, :-1], cache, keep=max(sizes) > self.chunk)
-            losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
-            # NaN marks buckets without targets, so the NaN of a model that diverged becomes infinite.
-            losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()
-            for row, size in enumerate(sizes):
-                if (end := min(stop, size)) > start:
-                    asked = ids[row, 1 : end - start + 1].numpy()
-                    self._add(found[row], spans[row], start, losses[row, : end - start], asked)
-                    bar.update(end - start)
-        return found
-
-    def _add(self, found: np.ndarray, span: Spans, start: int, losses: np.ndarray, asked: np.ndarray) -> None:
-        """Add targets `asked` [n] from number `start` on, and their losses [n], to `found`."""
-        places = np.arange(start, start + len(asked))
-        firsts = [first for _, first in span]
-        document = np.searchsorted(firsts, places + 1 - len(self.prefix), side="right") - 1
-        cells = document * found.shape[2] + np.searchsorted(self.edges, places, side="right") - 1
-        weights = [losses, None] + ([] if self.token_sizes is None else [self.token_sizes[asked]])
-        for total, weight in zip(found, weights, strict=False):
-            np.add.at(total.reshape(-1), cells, 1 if weight is None else weight)
+    Rows are padded on the right, which no target sees.
+    """
+    device = model.get_input_embeddings().weight.device
+    sizes = [len(prefix) + len(row) - 1 for row in rows]
+    found = [np.zeros((3, len(span), len(edges) - 1)) for span in spans]
+    cache: dict[str, Any] = {}
+    for start in range(0, max(sizes), chunk):
+        stop = min(start + chunk, max(sizes))
+        ids = stacked(rows, prefix, start, stop + 1)  # [B, C + 1]
+        moved = ids.to(device)
+        logits, cache = forward(model, moved[:, :-1], cache, keep=max(sizes) > chunk)
+        losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
+        # NaN marks buckets without targets, so the NaN of a model that diverged becomes infinite.
+        losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()
+        for row, size in enumerate(sizes):
+            if (end := min(stop, size)) > start:
+                # Add each target to the cell of its document and its bucket.
+                asked, places = ids[row, 1 : end - start + 1].numpy(), np.arange(start, end)
+                firsts = [first for _, first in spans[row]]
+                document = np.searchsorted(firsts, places + 1 - len(prefix), side="right") - 1
+                cells = document * (len(edges) - 1) + np.searchsorted(edges, places, side="right") - 1
+                weights = [losses[row, : end - start], np.ones(len(cells))]
+                weights += [] if token_sizes is None else [token_sizes[asked]]
+                for total, weight in zip(found[row], weights, strict=False):
+                    np.add.at(total.reshape(-1), cells, weight)
+    return found
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -28,11 +28,9 @@ def write_tables(folder: Path, results: Sequence[EvalResult]) -> None:
     shown = side_by_side(table) if len(results) > 1 else single(table)
     table.to_csv(folder / "table.csv", index=False)
     (folder / "table.md").write_text(_markdown(results, shown, paper), encoding="utf-8")
-    parts = ["% Needs \\usepackage{booktabs}."]
-    parts += [
-        frame.to_latex(index=False, escape=True) for frame in (paper, *shown.values()) if frame is not None
-    ]
-    text = "\n".join(parts)
+    frames = [frame for frame in (paper, *shown.values()) if frame is not None]
+    latex = [frame.to_latex(index=False, escape=True) for frame in frames]
+    text = "\n".join(["% Needs \\usepackage{booktabs}.", *latex])
     for sign, command in LATEX.items():
         text = text.replace(sign, command)
     (folder / "table.tex").write_text(text, encoding="utf-8")
@@ -113,14 +111,8 @@ def _markdown(
     names = ", ".join(result.name for result in results)
     lines = [f"# {results[0].suite['name']}: {names}" if len(results) == 1 else f"# {names}", ""]
     if paper is not None:
-        lines += [
-            "## The papers' columns",
-            "",
-            *markdown_table(paper),
-            "",
-            f"Rows above ours: {published()[0].source}.",
-            "",
-        ]
+        source = f"Rows above ours: {published()[0].source}."
+        lines += ["## The papers' columns", "", *markdown_table(paper), "", source, ""]
     for title, frame in shown.items():
         lines += [f"## {title}", "", *markdown_table(frame), ""]
     if len(results) > 1:

@@ -46,8 +46,9 @@ def write_checksums(folder: Path) -> None:
 def exported_files(folder: Path) -> dict[str, Any]:
     """Return what checksums.json lists, name -> size and sha256; empty if it cannot be read."""
     try:
-        return dict(read_json(folder / CHECKSUMS)["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        files = read_json(folder / CHECKSUMS)["files"]
+        return {name: {key: entry[key] for key in ("bytes", "sha256")} for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -61,8 +62,5 @@ def find_export_damage(folder: Path, *, hashed_bytes: float = math.inf) -> str |
     """
     if not (folder / CHECKSUMS).is_file():
         return None
-    try:
-        files = dict(read_json(folder / CHECKSUMS)["files"])
-        return find_damage(folder, files, hashed_bytes=hashed_bytes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
-        return f"{CHECKSUMS} is damaged ({type(failure).__name__})"
+    files = exported_files(folder)
+    return find_damage(folder, files, hashed_bytes=hashed_bytes) if files else f"{CHECKSUMS} is damaged"

@@ -48,26 +48,21 @@ def run_tune() -> tuple[dict, dict]:
     return row, best.chunk_prepare_wy
 
 
-@pytest.mark.parametrize(
-    ("where", "best"),
-    [("timed sizes", 1), ("segments", 1), ("does not run", 1)],
-)
-def test_the_fastest_that_is_right_everywhere_wins(where, best, small, monkeypatch) -> None:
+@pytest.mark.parametrize("where", ["timed sizes", "segments"])
+def test_the_fastest_that_is_right_everywhere_wins(where, small, monkeypatch) -> None:
     right = kernels.delta_product
 
     def sometimes_wrong(q, *inputs, backend, **options):
         o, state = right(q, *inputs, backend=backend, **options)
         if backend != "triton" or present() != PREPARE[2]:
             return o, state
-        if where == "does not run":
-            raise RuntimeError("out of resource: shared memory\nmore")
         wrong = {"timed sizes": q.shape[2] == 1, "segments": selected().segment_chunks}
-        return (o * 1.05 if wrong.get(where) else o), state
+        return (o * 1.05 if wrong[where] else o), state
 
     monkeypatch.setattr(kernels, "delta_product", sometimes_wrong)
     row, options = run_tune()
-    assert options == PREPARE[best]
-    assert (row["before_ms"], row["tried"], row["failed"]) == (10.0, 3, best == 1)
+    assert options == PREPARE[1]
+    assert (row["before_ms"], row["tried"], row["failed"]) == (10.0, 3, 1)
 
 
 def test_nothing_right_is_an_error(small, monkeypatch) -> None:
@@ -90,8 +85,5 @@ def test_the_command_writes_the_table_that_calls_read(small, launch_cache) -> No
     sizes = ["--batch", "1", "--tokens", "2", "--heads", "1", "--head-dim", "8", "--dtype", "fp16"]
     bench.run(["tune", *sizes, "--num-householder", "1"])
     assert present() == PREPARE[2]
-    before = (launch_cache / "launches.json").read_text()
-    bench.run(["tune", *sizes, "--num-householder", "2", "--file", str(launch_cache / "other.json")])
-    assert (launch_cache / "launches.json").read_text() == before
-    rows = json.loads((launch_cache / "other.json").read_text())["rows"]
-    assert [row["num_householder"] for row in rows] == [2]
+    rows = json.loads((launch_cache / "launches.json").read_text())["rows"]
+    assert [row["num_householder"] for row in rows] == [1]

@@ -1,13 +1,9 @@
 """Contiguous order: what rows read over steps, against the text on disk."""
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
 import torch
 
 from fla_train.data.open_dataset import open_contiguous
-from fla_train.utils.keys import find_errors
 from tests.data.conftest import quiet
 from tests.data.test_mixture import mixture  # noqa: F401  a fixture
 from tests.data.test_prepare import read
@@ -68,20 +64,6 @@ def test_no_document_continues_with_another(prepared):
     assert at_bounds or not any(end % SEQ_LEN == 0 for end in ends[:-1])
 
 
-def test_a_document_may_begin_with_a_sequence(prepared):
-    """With sequences of two tokens it often does."""
-    _, ends = read(prepared, "train")
-    data = open_contiguous(prepared.folder, 2, 0, 1, document_boundaries=True)
-    found = {}
-    for index in range(min(len(data), 3000)):
-        _, (place,), _ = data.places(np.array([index]))
-        found[2 * int(place)] = bool(data.sequences(np.array([index])).continues[0])
-    begins = {start for start in found if start in {0, *ends}}
-    assert len(begins) > 5
-    assert not any(found[start] for start in begins)
-    assert sum(not value for value in found.values()) <= len(begins) + 1  # and the epoch's first
-
-
 def test_rows_of_a_mixture_keep_to_their_part(mixture):  # noqa: F811
     prepared = quiet(mixture)
     data = open_contiguous(prepared.folder, 16, 1, 10, document_boundaries=False)
@@ -95,13 +77,3 @@ def test_rows_of_a_mixture_keep_to_their_part(mixture):  # noqa: F811
         first = int(data.places(np.array([row]))[1][0]) * 16
         if first + 48 <= len(text):
             assert ids[:, row].flatten().tolist() == text[first : first + 48]
-
-
-def test_more_rows_than_text_or_parts_than_rows(prepared, mixture):  # noqa: F811
-    with pytest.raises(ValueError, match="each row needs one"):
-        opened(prepared, rows=10**6)
-    with pytest.raises(ValueError, match="each part of a mixture a row"):
-        open_contiguous(quiet(mixture).folder, 16, 1, 2, document_boundaries=False)
-    assert find_errors(replace(mixture, contiguous=True), "data.") == []
-    stream = replace(mixture, source="local", path=".", mixture={}, stream=True, contiguous=True)
-    assert any("contiguous=true" in error for error in find_errors(stream, "data."))

@@ -10,7 +10,6 @@ from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
-from fla_train.utils.keys import find_errors
 from tests.data.conftest import quiet, write_jsonl
 
 
@@ -98,27 +97,3 @@ def test_manifest_parts_and_validation(mixture):
     assert other.folder != prepared.folder
     assert [p.folder for p in other.parts().values()] == [p.folder for p in prepared.parts().values()]
     assert quiet(mixture).folder == prepared.folder
-
-
-def test_errors_of_mixtures(mixture, tmp_path):
-    (tmp_path / "code" / "a.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"code/a\.jsonl, line 1: not JSON"):
-        quiet(mixture)
-    assert "data.mixture" in find_errors(DataConfig(source="mixture"), "data.")[0]
-    assert "belongs with source=mixture" in find_errors(replace(mixture, source="stdlib"), "data.")[0]
-    bad = replace(mixture, max_tokens=5, tokenizer=TokenizerConfig(name="bpe"))
-    bad.mixture["web"] = PartConfig(weight=-1.0)
-    bad.mixture["code"] = PartConfig(weight=float("inf"))
-    bad.mixture["math"] = PartConfig(path="x", max_tokens=0)
-    errors = " ".join(find_errors(bad, "data."))
-    for key in ("max_tokens", "mixture.web.weight", "mixture.code.weight=inf", "mixture.math.max_tokens=0"):
-        assert f"data.{key}" in errors
-
-
-def test_single_corpora_are_opened_as_before(local):
-    prepared = quiet(local)
-    indices = np.arange(9)
-    expected = TokenDataset(prepared.folder, "train", 32, seed=4).sequences(indices)
-    assert torch.equal(open_train(prepared.folder, 32, seed=4).sequences(indices), expected)
-    ((name, (dataset, weight)),) = open_validation(prepared.folder, 32).items()
-    assert (name, weight, dataset.split) == ("", 1.0, "validation")

@@ -25,22 +25,6 @@ from tests.data.test_prepare import read
 
 NAME, COMMIT, LATER = "someone/texts", "a" * 40, "c" * 40
 PREPARE = "from fla_train.cli.prepare import main; main()"
-# Several commands, one after another: the exit status and stderr of each.
-REQUESTS = """
-import contextlib, io, json, sys
-from fla_train.cli.prepare import main
-
-def run(words):
-    sys.argv, code = ["fla-prepare", *words], 0
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-    return code, errors.getvalue()
-
-print(json.dumps([run(words) for words in json.loads(sys.argv[1])]))
-"""
 # Runs of one dataset, one after another.
 STREAM = """
 import json, sys
@@ -216,25 +200,6 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
     )
     assert streamed != from_files and tokens(streamed) == tokens(from_files)
     assert json.loads((Path(streamed) / "manifest.json").read_text())["commit"] == COMMIT
-
-
-def test_what_the_hub_does_not_have_is_an_error_of_the_request(
-    hub: Hub, environment: dict[str, str], tmp_path: Path
-):
-    messages = {
-        "data.path=someone/else": "Repository Not Found",
-        "data.name=other": "'other' not found",
-        "data.split=other": "Bad split: other",
-        "data.tokenizer.name=someone/else": "not a valid model identifier",
-    }
-    given = ["data=hub", f"data.path={NAME}", f"data.cache_dir={tmp_path / 'cache'}"]
-    requests = [[*given, "data.tokenizer.name=bytes", override] for override in messages]
-    command = [sys.executable, "-c", REQUESTS, json.dumps(requests)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
-    for (code, errors), said in zip(answers, messages.values(), strict=True):
-        assert code == 2 and said in errors, errors
 
 
 @pytest.mark.long

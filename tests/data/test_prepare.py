@@ -95,23 +95,6 @@ def test_shards_equal_a_naive_tokenization(tmp_path, local, documents, kind):
     prepared.verify()
 
 
-def test_stdlib(tmp_path):
-    config = DataConfig(max_documents=40, validation_fraction=0.3, cache_dir=str(tmp_path))
-    config.tokenizer = TokenizerConfig(name="bpe", vocab_size=400)
-    prepared = quiet(config)
-    assert contents(prepared.folder) == contents(quiet(replace(config, cache_dir=f"{tmp_path}/b")).folder)
-    splits = {s: prepared.manifest["splits"][s]["documents"] for s in ("train", "validation")}
-    assert 30 < sum(splits.values()) <= 40  # some modules are empty
-    assert min(splits.values()) > 3
-    tokenizer, texts = prepared.tokenizer(), {}
-    for split in splits:
-        tokens, ends = read(prepared, split)
-        texts[split] = {tokenizer.decode(tokens[a : b - 1]) for a, b in zip([0, *ends], ends, strict=False)}
-        assert {tokens[b - 1] for b in ends} == {tokenizer.eos_token_id}
-    assert not texts["train"] & texts["validation"]
-    assert any("import" in text for text in texts["train"])
-
-
 def test_limits_and_separators(local, documents):
     for few in (2, 10, 60, 119):
         limited = quiet(replace(local, max_documents=few))
@@ -175,14 +158,6 @@ def test_all_invalid_settings_are_named_together():
         part = {"a": PartConfig("hub", name, weight=1.0)}
         for config in (DataConfig(source="hub", path=name), DataConfig(source="mixture", mixture=part)):
             assert f"path={name} is neither a dataset on the Hub" in " ".join(find_errors(config, "data."))
-
-
-def test_corpora_that_cannot_be_prepared(tmp_path, local):
-    assert "no training document" in refusal(quiet, replace(local, validation_fraction=1 - 1e-12))
-    quiet(local).tokenizer().save_pretrained(tmp_path / "t")
-    (tmp_path / "t" / "tokenizer_config.json").unlink()
-    no_end = replace(local, tokenizer=TokenizerConfig(name=str(tmp_path / "t")))
-    assert "set data.tokenizer.eos_token" in refusal(quiet, no_end)
 
 
 @pytest.mark.slow
@@ -481,16 +456,10 @@ def test_a_folder_in_use_is_not_replaced_from_another_path(tmp_path, local, corp
     assert not list(Path(local.cache_dir).glob(".building-*/"))
 
 
-def test_cache_from_the_environment(tmp_path, local, monkeypatch):
-    monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path / "env"))
-    assert quiet(replace(local, cache_dir=None)).folder.parent == tmp_path / "env" / "data"
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ('"shards"', '"shards', "damaged"),
-        ('"shards"', '"sards"', "not as it was written"),
         ('"uint16"', '"float16"', "not as it was written"),
         ('"format": 1', '"format": 99', "has format 99"),
     ],
@@ -527,16 +496,6 @@ def test_a_flipped_bit_is_found_when_its_block_is_read(local, corpus):
         assert f"{shard} is corrupt" in refusal(prepared.verify)
         flip(shard, position)
     prepared.verify()
-
-
-def test_only_blocks_that_are_read_are_compared(tmp_path, local):
-    write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i:09d}"} for i in range(20_000)])
-    prepared = quiet(replace(local, path=str(tmp_path / "a.jsonl"), shard_bytes=10**9))
-    shard = prepared.folder / "shard-00000.bin"
-    flip(shard, 2 * 65_536)  # token 65,536
-    dataset = TokenDataset(prepared.folder, "train", 8)
-    dataset.sequences(np.array([0, 8191, 65_536 * 3 // 16]))
-    assert "block 2" in refusal(dataset.sequences, np.array([8192]))
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost"])

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,9 +135,3 @@ def test_an_equal_manifest_is_not_written_again(streamed):
     before = (first.folder / "manifest.json").stat().st_mtime_ns
     assert quiet(streamed).manifest == first.manifest
     assert (first.folder / "manifest.json").stat().st_mtime_ns == before
-
-
-def test_a_stream_has_no_limits(streamed):
-    for change in ({"max_tokens": 10}, {"max_documents": 3}):
-        assert f"data.{next(iter(change))}" in refusal(quiet, replace(streamed, **change))
-    assert not list(Path(streamed.cache_dir).glob("*"))

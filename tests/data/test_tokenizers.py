@@ -7,8 +7,8 @@ import pytest
 import sentencepiece
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.files import TextSlice
@@ -16,7 +16,6 @@ from fla_train.data.tokenize import make_encoder
 from fla_train.data.tokenizers import (
     encode,
     fingerprint,
-    from_sentencepiece,
     load_tokenizer,
     same_tokenizer,
     token_bytes,
@@ -90,28 +89,6 @@ def test_bpe_is_deterministic_and_obeys_its_size():
     assert len(encode(one, [TRAINING[0]])[0]) < len(TRAINING[0])
     other = load_tokenizer(TokenizerConfig(name="bpe", vocab_size=290, train_bytes=60), TRAINING)
     assert fingerprint(other) != fingerprint(one)
-
-
-def test_slow_tokenizer(tmp_path):
-    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
-    tokenizer = load_tokenizer(TokenizerConfig(name=str(tmp_path / "byt5")))
-    assert encode(tokenizer, ["ab</s>"]) == [[b + 3 for b in b"ab</s>"]]
-    assert fingerprint(tokenizer) != fingerprint(make("bytes", None))
-
-
-def test_errors_of_tokenizers(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no such folder"):
-        load_tokenizer(TokenizerConfig(name=str(tmp_path / "nope")))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"no-such/tokenizer: cannot be loaded.*Hub name"):
-        load_tokenizer(TokenizerConfig(name="no-such/tokenizer"))
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="bad: cannot be loaded"):
-        load_tokenizer(TokenizerConfig(name=str(tmp_path / "bad")))
-    make("bpe", tmp_path).save_pretrained(tmp_path / "bpe")
-    with pytest.raises(ValueError, match="eos_token=<nope> is not in the vocabulary"):
-        load_tokenizer(TokenizerConfig(name=str(tmp_path / "bpe"), eos_token="<nope>"))
 
 
 @pytest.mark.parametrize("added", [True, False], ids=["an added token", "a word of the vocabulary"])
@@ -224,14 +201,6 @@ def test_ids_are_those_of_sentencepiece(spm_models, tmp_path):
     assert encode(AutoTokenizer.from_pretrained(tmp_path), SPACED_TEXTS) == ids
 
 
-def test_other_kinds_are_refused(spm_models, tmp_path):
-    with pytest.raises(ValueError, match="another kind"):
-        from_sentencepiece(spm_models["unigram"])
-    (tmp_path / "tokenizer.model").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a SentencePiece model"):
-        load_tokenizer(TokenizerConfig(name=str(tmp_path)))
-
-
 SPELLED_TEXTS = ["The sky is blue,\n\n  and so on.", "naïve 日本 <eos> Größe 🙂", "", "\t x = 1"]
 
 
@@ -256,10 +225,3 @@ def test_bytes_of_tokens_add_up_to_the_text(name: str) -> None:
     for text, ids in zip(SPELLED_TEXTS, encode(tokenizer, SPELLED_TEXTS), strict=True):
         assert sizes[np.array(ids, dtype=int)].sum() == len(text.encode())
     assert not sizes[tokenizer.all_special_ids].any()
-
-
-def test_words_have_no_bytes_of_tokens() -> None:
-    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.train_from_iterator(SPELLED_TEXTS, trainers.WordLevelTrainer(special_tokens=["<unk>"]))
-    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")) is None

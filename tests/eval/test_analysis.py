@@ -18,7 +18,6 @@ from tests.tasks.constructions import symmetric
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts/analysis"))
 
 from remembrance import effective_remembrance
-from states import state_rows
 from transitions import Transitions, transitions
 from transitions import main as draw_transitions
 
@@ -58,20 +57,6 @@ def test_matrices_are_what_the_operator_does_to_a_state() -> None:
         backend="recurrent",
     )
     torch.testing.assert_close(layer.matrices() @ state, after)
-
-
-def test_states_against_a_loop_over_tokens(build_model) -> None:
-    model = build_model(initializer_range=0.3, allow_neg_eigval=True).double().eval()
-    documents = np.random.default_rng(0).integers(3, 320, (2, 70)).tolist()
-    rows = state_rows(model, documents, 70, prefix=[2])
-    assert [(row["position"], row["layer"]) for row in rows] == [(64, 0), (64, 1), (70, 0), (70, 1)]
-    cache = None
-    ids = torch.tensor([[2, *document] for document in documents])
-    with torch.no_grad():
-        for t in range(71):
-            cache = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).past_key_values
-    state = cache.layers[1].recurrent_states[0]
-    assert rows[-1]["norm"] == pytest.approx(state.flatten(2).norm(dim=-1).mean().item())
 
 
 @torch.no_grad()

@@ -9,9 +9,8 @@ import pytest
 
 from fla_train.cli.eval import compare
 from fla_train.eval.compare import long_table, loss_differences
-from fla_train.eval.figures import draw_figures
 from fla_train.eval.intervals import Mean
-from fla_train.eval.result import Curve, EvalResult, Measured, Score, find_result
+from fla_train.eval.result import Curve, EvalResult, Score, find_result
 
 LOSSES = {"first": [3.0, 2.0, 4.0, 3.5], "second": [2.6, 1.7, 3.4, 3.3]}
 TARGETS = [64, 64, 64, 20]
@@ -118,12 +117,3 @@ def test_the_command_compares_folders_and_runs(tmp_path: Path, capsys: pytest.Ca
     assert names == {"perplexity.png", "loss_difference.png", "needle.png", "tasks.png"}
     for places, message in (([str(tmp_path / "a")], "at least two"), (["a", "b"], "holds no results")):
         assert compare([*places, f"output={tmp_path / 'other'}"]) == 2 and message in capsys.readouterr().err
-
-
-def test_figures_of_sets_that_only_some_have(tmp_path: Path) -> None:
-    """Different tokens of one set are drawn in bits per byte, if these are known."""
-    first, second = result("first"), result("second", fingerprint="g")
-    second.scores = [score for score in second.scores if score.section != "needle"]
-    second.add(Measured([Score("perplexity", "code", "loss", math.inf, length=64)]))
-    assert draw_figures(tmp_path, [first, second]) == ["perplexity", "needle", "tasks"]
-    assert draw_figures(tmp_path, [EvalResult(name="empty")]) == []

@@ -144,20 +144,6 @@ def test_scores_of_a_model_that_knows_the_answers(write_task, quiz, scholar, tok
     assert recited.stderr == pytest.approx(math.sqrt(wrong * (1 - wrong) / (len(quiz) - 1)))
 
 
-def test_few_shot_prompts(write_task, quiz, scholar, tokenizer, run_tasks, monkeypatch) -> None:
-    """Their examples are drawn by the seed."""
-    folder = write_task("quiz", quiz, **CHOICES, fewshot_split="test")
-    lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=200)
-    seen, prints = [], []
-    loglikelihood = lm.loglikelihood
-    monkeypatch.setattr(lm, "loglikelihood", lambda reqs, **k: seen.extend(reqs) or loglikelihood(reqs, **k))
-    for seed in (1, 1, 2):
-        result = run_tasks(lm, ["quiz"], include_path=folder, limit=2, num_fewshot=2, seed=seed)
-        prints.append(result.find("tasks", "quiz", "acc").fingerprint)
-    assert all(request.args[0].count("\n\n") == 2 for request in seen) and len(seen) == 3 * 8
-    assert prints[0] == prints[1] != prints[2] and any("2 examples" in note for note in result.notes)
-
-
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.long
 def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_path) -> None:

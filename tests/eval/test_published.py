@@ -21,24 +21,6 @@ def test_columns_that_no_average_checks_add_up(paper: str) -> None:
     assert " ".join(map(str, sums)) == SUMS[paper]
 
 
-def test_rows_that_two_papers_print_are_the_same() -> None:
-    """The DeltaProduct paper's table repeats four models of the DeltaNet paper under other names."""
-    (mine,) = (g.rows for g in published() if g.paper == "delta_product" and "15B" in g.title)
-    theirs = next(g.rows for g in published() if g.paper == "delta_net" and "340M" in g.title)
-    for name, row in mine.items():
-        kind = name.removesuffix(" [0,1]")
-        assert row == theirs[kind if kind in theirs else f"{kind} (w. conv)"]
-    assert len(mine) == 4
-
-
-def test_differences_that_a_paper_names() -> None:
-    """Negative eigenvalues, section 5.3: SWDE +2 and SQuAD +4.4 points for the DeltaNet of 340M."""
-    rows = next(g.rows for g in published() if g.paper == "negative_eigenvalues" and "340M" in g.title)
-    wide, narrow = rows["DeltaNet [-1,1]"], rows["DeltaNet [0,1]"]
-    gains = [Decimal(wide[head]) - Decimal(narrow[head]) for head in ("SWDE cont. ↑", "SQUAD cont. ↑")]
-    assert gains == [Decimal("2.0"), Decimal("4.4")]
-
-
 def test_published_rows_average_as_printed() -> None:
     """A digit copied wrongly would show: the papers print the mean of six accuracies."""
     accuracies = [column.head for column in ZERO_SHOT if column.percent]

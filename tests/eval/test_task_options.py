@@ -43,14 +43,6 @@ def test_prompts_that_lose_their_beginning_are_counted(
         ]
 
 
-def test_a_window_without_room_for_an_answer_costs_the_task_only(
-    tasks, scholar, tokenizer, run_tasks
-) -> None:
-    lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=10)
-    result = run_tasks(lm, ["recite", "quiz"], include_path=tasks)
-    assert "max tokens to generate (10)" in result.errors["recite"] and result.find("tasks", "quiz", "acc")
-
-
 @pytest.mark.parametrize("by_size", [True, False])
 def test_groups_have_directions_and_scores_by_document(tasks, scholar, tokenizer, run_tasks, by_size) -> None:
     """Also a group of groups, whose direction lm-eval does not hand on."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fla_train.hub import export as export_module
@@ -261,45 +260,6 @@ def test_loading_compares_only_the_sizes_of_large_files(
     assert str(config) in refusal(load_model, export)
     (export / "checksums.json").write_text('{"files": {"model.saf')
     assert str(export / "checksums.json") in refusal(load_model, export)
-
-
-def test_card(small_model, tokenizer, tmp_path: Path) -> None:
-    losses = {"validation": 2.34567}
-    info = CardInfo("tiny run", "stdlib", tokens=123456, seq_len=64, losses=losses, config="seed: 0\n")
-    card = (export_model(small_model, tokenizer, tmp_path / "export", info) / "README.md").read_text()
-    front = yaml.safe_load(card.split("---")[1])
-    assert front["pipeline_tag"] == "text-generation" and front["library_name"] == "transformers"
-    table = 320 * 32
-    total = sum(p.numel() for p in small_model.parameters())
-    for expected in (
-        f"| parameters | {total:,} |",
-        f"| without embeddings | {total - 2 * table:,} |",
-        "| training tokens | 123,456 |",
-        "| final validation loss (nats per token) | 2.3457 |",
-        "trust_remote_code=True",
-        "seed: 0",
-    ):
-        assert expected in card
-    (result,) = front["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "validation loss", "value": 2.34567}]
-
-
-@pytest.mark.parametrize(
-    ("settings", "papers"),
-    [
-        ({"use_forget_gate": False, "allow_neg_eigval": False}, {"2406.06484"}),
-        ({"use_forget_gate": True, "allow_neg_eigval": False}, {"2406.06484", "2412.06464"}),
-        (
-            {"num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
-            {"2406.06484", "2412.06464", "2411.12537", "2502.10297"},
-        ),
-    ],
-)
-def test_the_card_cites_what_the_model_uses(settings: dict, papers: set[str], tmp_path: Path) -> None:
-    shape = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
-    model = DeltaProductForCausalLM(DeltaProductConfig(**shape, **settings))
-    card = (export_model(model, None, tmp_path / "export", validate=False) / "README.md").read_text()
-    assert set(re.findall(r"https://arxiv.org/abs/([\d.]+)", card)) == papers
 
 
 @pytest.mark.parametrize("data", ["text", "task"])

@@ -87,11 +87,8 @@ def test_a_model_of_transformers_loads_as_ours(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"num_householder": 2}, ["num_householder"]),
-        ({"use_forget_gate": False, "use_output_gate": False}, ["use_forget_gate", "use_output_gate"]),
+        ({"num_householder": 2, "use_forget_gate": False}, ["num_householder", "use_forget_gate"]),
         ({"o_norm_eps": None, "use_qk_norm": False}, ["o_norm_eps", "use_qk_norm"]),
-        ({"norm_after": False, "use_short_conv": False}, ["norm_after", "use_short_conv"]),
-        ({"layer_types": ["linear_attention"]}, ["layer_types"]),
         ({"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 8}, ["layer_types"]),
     ],
 )  # fmt: skip

@@ -111,14 +111,6 @@ def test_files_are_generated_from_the_package(export: Path) -> None:
         assert set(get_imports(file)) <= sys.stdlib_module_names | {"torch", "transformers"}, file.name
 
 
-@pytest.mark.parametrize("trust", [False, True])
-def test_the_installed_class_comes_first(trust: bool, export: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=trust)
-    assert type(model) is DeltaProductForCausalLM
-    model.save_pretrained(tmp_path / "saved")  # which copies no Python files, and so must name none
-    assert "auto_map" not in (tmp_path / "saved" / "config.json").read_text()
-
-
 def by_its_own_code(folder: Path) -> PreTrainedModel:
     """As transformers loads it where this package is not imported."""
     copy = get_class_from_dynamic_module("models_modeling.DeltaProductForCausalLM", folder)

@@ -65,17 +65,6 @@ def steps(made: HubPushes) -> list[int]:
     return [int(call) for call in made.calls]
 
 
-def test_one_after_another_and_only_once(pushes) -> None:
-    made = pushes()
-    for step in (4, 8):
-        made.add(step)
-    assert steps(made) == [4]  # one at a time
-    made.finish(idle)
-    made.add(8)
-    assert steps(made) == [4, 8]
-    assert made.lines[1:] == ["step 4: pushed to user/tiny", "step 8: pushed to user/tiny"]
-
-
 def test_a_failed_push_is_repeated_first(pushes) -> None:
     """With the next export, so that the newest arrives last."""
     made = pushes({4: [1]})
@@ -130,15 +119,6 @@ def test_a_restart_pushes_the_rest(
         made.add(8)  # the record is of the weights before
         made.finish(idle)
         assert made.lines[-1] == "step 8: pushed to user/tiny"
-
-
-def test_only_the_last_export(pushes) -> None:
-    for expected in ([12], []):  # the second run reads the record of the first
-        made = pushes(push_every=0)
-        made.resume(12)
-        made.add(12)
-        made.finish(idle)
-        assert steps(made) == expected
 
 
 @pytest.mark.long
