@@ -163,7 +163,7 @@ def packed(
             tokens.extend(prefix)
         starts.append(len(tokens))
         room = None if wanted is None else max(wanted - len(tokens), 0)
-        tokens.frombytes(np.asarray(document[:room], TOKEN).tobytes())
+        tokens.frombytes(np.ascontiguousarray(document[:room], TOKEN).view(np.uint8))
         if wanted is not None and len(tokens) >= wanted:
             break
     if not tokens:

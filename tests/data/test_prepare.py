@@ -23,7 +23,6 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fla_train.data import prepare as preparation
 from fla_train.data import tokenize
 from fla_train.data.cache import open_prepared
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
@@ -357,22 +356,6 @@ def test_text_that_changes_before_a_resume(local, corpus, documents, name):
     write_parquet(corpus / "000_00000.parquet", documents[:69])
     once = quiet(replace(local, cache_dir=f"{local.cache_dir}/once"))
     assert contents(quiet(local).folder) == contents(once.folder)
-
-
-def test_text_that_changes_while_it_is_prepared(local, corpus, monkeypatch):
-    make_encoder = preparation.make_encoder
-    file = corpus / "more.jsonl"
-    file.write_text('{"text": "first"}\n')
-
-    def grow(*arguments):
-        with file.open("a") as lines:
-            lines.write('{"text": "one more"}\n')
-        return make_encoder(*arguments)
-
-    monkeypatch.setattr(preparation, "make_encoder", grow)
-    assert "changed" in refusal(quiet, local)
-    monkeypatch.undo()
-    assert quiet(local).manifest["source"]["files"][-1]["bytes"] == file.stat().st_size
 
 
 def test_text_that_changes_and_is_put_back(local, corpus, documents, monkeypatch):

@@ -135,3 +135,8 @@ def test_an_equal_manifest_is_not_written_again(streamed):
     before = (first.folder / "manifest.json").stat().st_mtime_ns
     assert quiet(streamed).manifest == first.manifest
     assert (first.folder / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_stream_has_no_limits(streamed):
+    for change in ({"max_tokens": 10}, {"max_documents": 3}):
+        assert f"data.{next(iter(change))}" in refusal(quiet, replace(streamed, **change))

@@ -74,13 +74,8 @@ def test_report_of_a_sweep(run: Path) -> None:
     lengths = [score.length for score in result.scores if score.metric == "perplexity"]
     assert lengths == [16, 64] and "validation was not read over 4,096 tokens" in " ".join(result.notes)
     assert [list(c.edges) for c in result.curves if c.metric == "perplexity"] == [[0, 16, 32, 48, 64]]
-    assert {"commit", "hardware", "time", "command", "dtype"} <= result.environment.keys()
-    assert {"torch", "lm-eval", "transformers"} <= result.environment["packages"].keys()
-    for score in result.scores:
-        assert (
-            f"| validation | {score.length} | {score.metric} | {score.value:.4f} |"
-            in (folder / "table.md").read_text()
-        )
+    table = (folder / "table.md").read_text()
+    assert all(f"| {s.length} | {s.metric} | {s.value:.4f} |" in table for s in result.scores)
     assert json.loads((folder / "results.json").read_text())["metrics"] == result.metrics()
     assert result.metrics().keys() == {
         f"eval/validation/{metric}_{n}" for metric in ("loss", "bits_per_byte") for n in (16, 64)

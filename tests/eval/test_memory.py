@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.eval.documents import fingerprint, longest, packed
+from fla_train.eval.documents import TOKEN, fingerprint, longest, packed
 from fla_train.eval.perplexity import loss_table
 
 VOCABULARY = 512
@@ -41,7 +41,7 @@ def peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("read", [packed, longest])
 def test_a_longer_context_costs_its_tokens(size: int, read: Callable) -> None:
     """Ids are above 256, because Python shares smaller numbers; others need 36 bytes each."""
-    source = np.arange(400_000) % (VOCABULARY - 257) + 257
+    source = (np.arange(400_000) % (VOCABULARY - 257) + 257).astype(TOKEN)
     prefix = [1]
 
     def sweep(length: int) -> None:

@@ -1,4 +1,4 @@
-"""Needles in haystacks: prompts against lm-eval's generator, answers against a loop of forward passes."""
+"""Needles in haystacks: prompts against the generator of lm-eval, and how answers are scored."""
 
 import json
 import re
@@ -13,7 +13,6 @@ import nltk
 import pytest
 import torch
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
-from torch.nn.utils.rnn import pad_sequence
 
 from fla_train.data.tokenizers import encode
 from fla_train.eval import needle
@@ -21,8 +20,7 @@ from fla_train.eval.config import NEEDLE_PROMPTS, NEEDLE_TASKS, NeedleConfig
 from fla_train.eval.needle import NOISE, PROMPTS, Haystack, make_sample, needle_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult
-from fla_train.hub.load import document_prefix
-from tests.eval.conftest import measure, short_of_memory, train
+from tests.eval.conftest import measure
 
 CONFIG = NeedleConfig(answer_tokens=60, depths=[0, 50, 100])
 
@@ -82,49 +80,6 @@ def test_samples_fit_and_can_be_answered(task: str, prompt: str, haystacks, toke
     assert len(values) == 4
     with pytest.raises(ValueError, match=r"raise suite\.needle\.lengths"):
         make_sample(task, haystacks[task], tokenizer, prompt, 120, 0, CONFIG)
-
-
-def test_answers_of_a_model_that_has_seen_them(
-    build_model, haystacks, tokenizer, monkeypatch, tmp_path
-) -> None:
-    """It scores 1 on these samples and 0 on those of another seed, also where a batch exceeds the memory.
-
-    The answers are those of a loop of forward passes without a cache.
-    """
-    torch.manual_seed(0)
-    model = build_model(num_householder=1)
-    settings = {"tasks": ["niah_single_2"], "prompts": ["continuation"], "lengths": [256], "samples": 3}
-    config = NeedleConfig(**settings, answer_tokens=12, depths=[0.0, 50.0], batch_size=3)
-    prefix = document_prefix(model, tokenizer)
-    haystack = haystacks["niah_single_2"]
-    samples = [
-        make_sample("niah_single_2", haystack, tokenizer, "continuation", 256, n, config, prefix)
-        for n in range(3)
-    ]
-    rows = [[*sample.tokens, *encode(tokenizer, [f" {sample.value}"])[0]] for sample in samples]
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    labels = torch.full_like(ids, -100)
-    for row, label in zip(rows, labels, strict=True):
-        label[len(row) - 8 : len(row)] = torch.tensor(row[-8:])
-    train(model, ids, labels, steps=60)
-    answers, generate = [], needle.continue_tokens
-    monkeypatch.setattr(
-        needle, "continue_tokens", lambda *a, **k: answers.extend(f := generate(*a, **k)) or f
-    )
-    sizes = short_of_memory(monkeypatch, needle, "continue_tokens", 2)
-    for seed, expected in ((0, [1, 1, 1]), (1, [0, 0, 0])):
-        config.seed = seed
-        jobs = needle_jobs(model, tokenizer, config, ranks=ALONE, progress=False)
-        (score,) = measure(jobs, tmp_path / "parts").scores
-        assert list(score.by_document) == expected and score.length == 256
-        assert score.data == "niah_single_2/continuation" and score.low <= score.value <= score.high
-    assert sizes == [3, 1, 2, 3, 1, 2]
-    for sample, answer in zip(samples, answers, strict=False):
-        tokens = list(sample.tokens)
-        for _ in range(3):
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        assert list(answer[:3]) == tokens[-3:]
 
 
 @pytest.fixture

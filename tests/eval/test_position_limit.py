@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    BertConfig,
-    BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -56,7 +54,6 @@ ENDING: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
     "gptj": (gptj, LIMIT),  # rotary, from a fixed table
     "mpt": (mpt, LIMIT),  # ALiBi, for a fixed number of tokens
     "opt": (opt, LIMIT),
-    "bert": (lambda: BertLMHeadModel(BertConfig(is_decoder=True, **SIZE)), LIMIT),
     "roberta": (lambda: RobertaForCausalLM(RobertaConfig(is_decoder=True, **SIZE)), LIMIT - 2),
 }
 
