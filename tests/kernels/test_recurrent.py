@@ -139,23 +139,6 @@ def test_packed_documents_equal_separate_calls(backend):
     torch.testing.assert_close(o, torch.cat(outputs, 1))
 
 
-@BACKENDS
-def test_two_halves_chained_by_the_state_equal_the_whole(backend):
-    inputs = random_inputs(101, 3, alpha=(0.9, 1.0), initial_state=True)
-    o, state = delta_product(**inputs, output_final_state=True, backend=backend)
-
-    def part(span: slice, before: Tensor) -> tuple[Tensor, Tensor]:
-        cut = {name: x[:, span] for name, x in inputs.items() if name in ("q", "k", "v", "beta", "g")}
-        return delta_product(
-            **cut, initial_state=before, output_final_state=True, qk_l2norm=True, backend=backend
-        )
-
-    o1, middle = part(slice(0, 37), inputs["initial_state"])
-    o2, end = part(slice(37, None), middle)
-    torch.testing.assert_close(torch.cat([o1, o2], 1), o)
-    torch.testing.assert_close(end, state)
-
-
 @pytest.mark.parametrize(("num_householder", "alpha"), [(1, None), (3, (0.3, 1.0))])
 def test_steps_equal_the_sequence(num_householder, alpha):
     inputs = random_inputs(12, num_householder, alpha=alpha, initial_state=True)

@@ -1,13 +1,10 @@
-"""Configurations of the small models of this folder's tests, their states and caches, and a call counter."""
+"""Configurations of the small models of this folder's tests, their states and caches."""
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from fla_train.models import DeltaProductConfig
@@ -84,15 +81,3 @@ def cache_tensors(cache: Cache) -> list[Tensor]:
 
 def cache_bytes(cache: Cache) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache))
-
-
-class CountCalls(TorchDispatchMode):
-    """How often each operation of torch runs, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(operation)] += 1
-        return operation(*args, **(kwargs or {}))
