@@ -40,6 +40,12 @@ def test_a_row_without_a_target_has_no_gradient_whatever_its_logits(backend: str
     assert not losses[:2].any() and not gradient[:2].any() and gradient[2].all()
 
 
+def test_a_target_outside_the_vocabulary_gives_nan() -> None:
+    targets = torch.tensor([7, -1, 6], device=DEVICE)
+    losses, _ = consume_logits(random(3, 7), targets, with_gradient=True, backend="triton")
+    assert losses.isnan().tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_swiglu_with_one_row_a_frozen_weight_and_autocast(backend: str) -> None:
     gate, up, weight = random(20).requires_grad_(), random(20), random(3, 20)
