@@ -255,7 +255,9 @@ class Comparison:
         best = self.best(numbers).set_index("model")
         notes = [f"{self.config.tokens:,} tokens a run, {self.config.jobs} run(s) at once on each device"]
         if left:
-            notes.append(f"Not complete: {left} runs or evaluations are left: call the command again")
+            notes.append(
+                f"Not complete: at least {left} runs or evaluations are left: call the command again"
+            )
         if best.empty:
             print(*notes[1:], "No model has finished its sweep", sep="\n")
             return

@@ -15,14 +15,9 @@ from scipy import stats
 from warm_ranks import WarmRanks
 
 from fla_train.api import compose
-from fla_train.cli import app, comparison
-from fla_train.cli.compare_models import (
-    ComparisonConfig,
-    SizeConfig,
-    TaskConfig,
-    build_parser,
-    read_comparison,
-)
+from fla_train.cli import app
+from fla_train.cli.compare_models import ComparisonConfig as Config
+from fla_train.cli.compare_models import SizeConfig, TaskConfig, build_parser, read_comparison
 from fla_train.cli.comparison import Comparison, compare, solve_size
 from fla_train.eval import model_comparison
 from fla_train.eval.run import evaluate
@@ -173,12 +168,12 @@ def write_run(folder: Path, values: dict, *, skips: int = 0) -> None:
 
 
 def test_rates_that_diverge_and_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ComparisonConfig({"a": [], "b": []}, 4, [0.1, 0.2, 0.3], [0, 1])
+    config = Config({"a": [], "b": []}, 4, [0.1, 0.2, 0.3], [0, 1])
     config.tasks = {"S5": TaskConfig([], "accuracy")}
     plan = SimpleNamespace(parameters_held=10, gpu_hours=0.1)
-    monkeypatch.setattr(comparison, "plan_model", lambda *_: (plan, []))
+    monkeypatch.setattr("fla_train.cli.comparison.plan_model", lambda *_: (plan, []))
     for name in ("compose", "resolve"):
-        monkeypatch.setattr(comparison, name, lambda *_: None)
+        monkeypatch.setattr(f"fla_train.cli.comparison.{name}", lambda *_: None)
     runs = Comparison(config, tmp_path, prepare=False)
     assert len(runs.sweep()) == 2 * 3 + 2 * 2 and not runs.seeds()
     for rate, loss in ((0.1, 2.0), (0.2, 1.0)):
