@@ -17,7 +17,6 @@ from fla_train.hub.checksums import CARD
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
-from fla_train.models.mixers import DeltaProductMixer
 from fla_train.utils.safe_files import parse_yaml, read_json
 
 TRAINING_FILE = "training.json"  # a CardInfo as JSON
@@ -39,12 +38,15 @@ class CardInfo:
         init_from: name of the initial weights; None: random weights.
         step: optimizer steps done.
         tokens: training tokens seen.
+        epochs: passes over the training data; None: unknown, or a stream.
         seq_len: training sequence length in tokens.
         losses: final losses in nats per token by name, for example `{"train": 2.31, "validation": 2.40}`.
         metrics: further results of the last validation by name: perplexity, bits per byte, accuracies.
         recipe: short description of optimizer, learning rate, schedule, batch and precision.
         config: the training config as YAML, without paths and other facts about the machine.
         commit: the commit of the code that trained it.
+        hardware: number and name of the devices that trained it.
+        date: day of the export, ISO 8601.
     """
 
     name: str = "delta-product language model"
@@ -54,12 +56,15 @@ class CardInfo:
     init_from: str | None = None
     step: int | None = None
     tokens: int | None = None
+    epochs: float | None = None
     seq_len: int | None = None
     losses: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     recipe: str | None = None
     config: str | None = None
     commit: str | None = None
+    hardware: str | None = None
+    date: str | None = None
 
 
 def recorded_config(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,12 +111,17 @@ def render_card(
     ours = isinstance(config, DeltaProductConfig) and mixer is None
     ours = ours and "linear_attention" in config.layer_types
     remote_code = package == "fla_train" and mixer is None
+    count = count_parameters(model)
     template = _ENVIRONMENT.from_string(Path(__file__).with_name("card.md.jinja").read_text())
     return template.render(
         header=_header(info, model_type, ours, mixer),
         info=info,
         config=config,
-        count=count_parameters(model),
+        count=count,
+        tokens_per_parameter=info.tokens and info.tokens / count.embedding_once,
+        attention_layers=sum(
+            kind != "linear_attention" for kind in getattr(config, "layer_types", None) or ()
+        ),
         settings=_settings(model),
         foreign=not isinstance(config, DeltaProductConfig),
         plots=plots,
@@ -175,7 +185,7 @@ def _results(export: Path) -> Iterator[EvalResult]:
     for key, value in metrics.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")
         if math.isfinite(value):
-            yield EvalResult("text-generation", name, name, metric, value)
+            yield EvalResult("text-generation", name, name, metric, round(value, 4))
 
 
 def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> str:
@@ -184,7 +194,9 @@ def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> s
     losses = {f"{name} loss": value for name, value in info.losses.items() if name != "train"}
     tags = ["fla-train"] if mixer else ["fla-train", model_type.replace("_", "-")]
     results = [
-        EvalResult("text-generation", data, info.data or data, name, value, dataset_split="validation")
+        EvalResult(
+            "text-generation", data, info.data or data, name, round(value, 4), dataset_split="validation"
+        )
         for name, value in (losses | info.metrics).items()
     ]
     return ModelCardData(
@@ -207,7 +219,8 @@ def _settings(model: PreTrainedModel) -> dict[str, object]:
     names.append("tie_word_embeddings")
     if foreign or "linear_attention" in layers:
         names += ["num_heads", "head_dim", "state_size"]
-    if foreign or any(isinstance(module, DeltaProductMixer) for module in model.modules()):
+    # A custom mixer may ignore these settings, even if it extends our mixer.
+    if foreign or (config.mixer is None and "linear_attention" in layers):
         names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
     if foreign or layers.keys() != {"linear_attention"}:
         names += ["num_attention_heads", "num_key_value_heads", "sliding_window"]

@@ -1,10 +1,13 @@
 """Build the model of a run, with fresh weights or those of `init_from`, and write its model card."""
 
+import math
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -26,6 +29,7 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.overrides import flat
+from fla_train.utils.safe_files import read_json
 
 # Fields in which a run may differ from `init_from`. They change no weight, and results only by rounding.
 FREE_FIELDS = (
@@ -161,7 +165,7 @@ def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrai
 
 
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
-    """Return the card of an export. It contains nothing about this machine, because exports are published."""
+    """Return the card of an export. Exports are published, so it has no path, user or host name."""
     newest = newest_validation(folder.metrics)
     losses = {"train": last_value(folder.metrics, "loss"), "validation": newest.get("validation_loss")}
     # The card shows neither losses by context length nor values that are not finite.
@@ -171,6 +175,10 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
         for name, value in newest.items()
         if value is not None and name not in hidden and "loss_at/" not in name
     }
+    streamed = config.data.stream and config.task is None
+    in_epoch = None if streamed else data.manifest["splits"]["train"].get("tokens")  # inf: a task without end
+    device = read_json(folder.environment).get("hardware") if folder.environment.is_file() else None
+    processes = dist.get_world_size() if dist.is_initialized() else 1
     tokenizer, source = data.manifest["tokenizer"]["name"], data.manifest["source"]
     parts = [config.data, *config.data.mixture.values()] if config.task is None else []
     return CardInfo(
@@ -181,12 +189,15 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
         init_from=config.init_from and public_name(config.init_from),
         step=state.step,
         tokens=state.tokens,
+        epochs=state.tokens / in_epoch if in_epoch and math.isfinite(in_epoch) else None,
         seq_len=config.trainer.seq_len,
         losses={name: loss for name, loss in losses.items() if loss is not None},
         metrics=metrics,
         recipe=_recipe(config),
         config=public_config(config),
         commit=git_commit(),
+        hardware=device and f"{processes} x {device}",
+        date=datetime.now(UTC).date().isoformat(),
     )
 
 

@@ -20,7 +20,8 @@ FAMILIES = {
     "GLA": "#8b7500",
 }
 OTHER = "#999999"
-CYCLE = tuple(dict.fromkeys(FAMILIES.values()))  # colours of curves that are no model family
+# Colours of curves that are not model families. Neighbours differ well.
+CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#222222", "#8b7500")
 STYLE = {
     "font.size": 9,
     "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
