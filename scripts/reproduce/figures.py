@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,10 @@ def plot_curve(panel: Axes, x: Sequence[float], y: np.ndarray, **line: Any) -> N
 
 def accuracy_by_length(
     name: str,
+    *,
     table: str,
     columns: Sequence[str],
     models: Mapping[str, Mapping[str, Any]],
-    *,
     rows: int,
     size: tuple[float, float],
     trained: int | Sequence[int],
@@ -82,12 +83,12 @@ def accuracy_by_length(
     lengths = [trained] * len(columns) if isinstance(trained, int) else trained
     with figure(name, size, rows, len(columns) // rows) as panels:
         for panel, column, length in zip(panels, columns, lengths, strict=True):
-            for model, line in models.items():
+            for model, look in models.items():
                 curves = [test["curve"] for test in cells[model][column]]
                 x, values = curves[0][0], np.array([y for _, y in curves])
                 for seed in values:
-                    plot_curve(panel, x, seed, color=line["color"], alpha=0.45, linewidth=0.6)
-                plot_curve(panel, x, np.median(values, axis=0), **line)
+                    plot_curve(panel, x, seed, color=look["color"], alpha=0.45, linewidth=0.6)
+                plot_curve(panel, x, np.median(values, axis=0), **look)
             panel.axvline(length, **TRAINED, label="training length")
             length_axis(panel, [1, 8, 64, 512])
             panel.set(title=column, xlim=(1, longest), ylim=(-0.03, 1.03), yticks=[0, 0.5, 1])
@@ -265,23 +266,19 @@ def training() -> None:
     bars("training", groups, "tokens/s (higher is better)", "{:,.0f}", power=-1)
 
 
-GROUPS = ("S3", "S4", "A5", "S5")
+def line(label: str, linestyle: str = "-") -> dict[str, Any]:
+    """Return the style of a model's line, in the colour of its family."""
+    return {"label": label, "color": family_color(label), "linestyle": linestyle}
+
+
 S5_MODELS = {
-    "DeltaNet [-1, 1], 1 layer": {"label": "DeltaNet", "color": family_color("DeltaNet")},
-    "DeltaNet [-1, 1], 5 layers": {
-        "label": "DeltaNet, 5 layers",
-        "color": family_color("DeltaNet"),
-        "linestyle": "--",
-    },
-    "DeltaNet [0, 1], 5 layers": {
-        "label": "DeltaNet [0, 1], 5 layers",
-        "color": family_color("DeltaNet"),
-        "linestyle": ":",
-    },
-    "DeltaProduct_4 [-1, 1], 1 layer": {"label": "DeltaProduct_4", "color": family_color("DeltaProduct")},
-    "Gated DeltaNet [-1, 1], 1 layer": {"label": "Gated DeltaNet", "color": family_color("Gated DeltaNet")},
-    "Mamba [-1, 1], 1 layer": {"label": "Mamba", "color": family_color("Mamba")},
-    "Transformer": {"label": "Transformer", "color": family_color("Transformer")},
+    "DeltaNet [-1, 1], 1 layer": line("DeltaNet"),
+    "DeltaNet [-1, 1], 5 layers": line("DeltaNet, 5 layers", "--"),
+    "DeltaNet [0, 1], 5 layers": line("DeltaNet [0, 1], 5 layers", ":"),
+    "DeltaProduct_4 [-1, 1], 1 layer": line("DeltaProduct_4"),
+    "Gated DeltaNet [-1, 1], 1 layer": line("Gated DeltaNet"),
+    "Mamba [-1, 1], 1 layer": line("Mamba"),
+    "Transformer": line("Transformer"),
 }
 LAYERS = {
     f"{n} layers": {"label": f"{n} layers", "color": color}
@@ -295,51 +292,26 @@ BASELINES = {
 
 def figures() -> dict[str, Callable[[], None]]:
     """Return the function that draws each figure, by name."""
-
-    def lengths(name: str, *arguments: Any, **settings: Any) -> tuple[str, Callable[[], None]]:
-        return name, lambda: accuracy_by_length(name, *arguments, **settings)
-
-    square = {"rows": 2, "size": (4.8, 4.0)}
-    return dict(
-        [
-            lengths(
-                *("state-tracking-128", "state_tracking", GROUPS, N_H | BASELINES),
-                **square,
-                trained=128,
-                longest=512,
-            ),
-            lengths(
-                "state-tracking-512", "state_tracking_512", GROUPS, N_H, **square, trained=512, longest=2048
-            ),
-            lengths("layers", "layers", GROUPS, LAYERS, **square, trained=128, longest=512),
-            lengths(
-                *(
-                    "s5-inputs",
-                    "s5_inputs",
-                    ("only swaps", "swaps and 3-permutations", "4 tokens"),
-                    S5_MODELS,
-                ),
-                rows=1,
-                size=(7.5, 2.8),
-                trained=(32, 32, 64),
-                longest=512,
-            ),
-            lengths(
-                *("z60", "s5_inputs", ("Z60", "Z60, 2 tokens"), S5_MODELS),
-                rows=1,
-                size=(6.6, 2.8),
-                trained=(32, 64),
-                longest=512,
-            ),
-        ],
-        **{
-            "length-extrapolation": length_extrapolation,
-            "perplexity-50m": perplexity,
-            "decoding": decoding,
-            "operator": operator,
-            "training": training,
-        },
-    )
+    groups = partial(accuracy_by_length, columns=("S3", "S4", "A5", "S5"), rows=2, size=(4.8, 4.0))
+    inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, rows=1, longest=512)
+    s5, z60 = ("only swaps", "swaps and 3-permutations", "4 tokens"), ("Z60", "Z60, 2 tokens")
+    short = {"trained": 128, "longest": 512}
+    curves = {
+        "state-tracking-128": partial(groups, table="state_tracking", models=N_H | BASELINES, **short),
+        "state-tracking-512": partial(
+            groups, table="state_tracking_512", models=N_H, trained=512, longest=2048
+        ),
+        "layers": partial(groups, table="layers", models=LAYERS, **short),
+        "s5-inputs": partial(inputs, columns=s5, size=(7.5, 2.8), trained=(32, 32, 64)),
+        "z60": partial(inputs, columns=z60, size=(6.6, 2.8), trained=(32, 64)),
+    }
+    return {name: partial(draw, name) for name, draw in curves.items()} | {
+        "length-extrapolation": length_extrapolation,
+        "perplexity-50m": perplexity,
+        "decoding": decoding,
+        "operator": operator,
+        "training": training,
+    }
 
 
 def main(names: Sequence[str]) -> None:
