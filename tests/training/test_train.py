@@ -16,6 +16,7 @@ import warm_ranks as ranks
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fla_train.models.modeling
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
 from fla_train.training.config import TrainConfig
