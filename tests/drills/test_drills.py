@@ -3,10 +3,11 @@
 Each test starts a run, injects one fault while it trains, and lets the same command finish the run. Exported
 weights and metrics must then equal those of an undisturbed run bit for bit.
 
-    python -m pytest tests/drills -m long     # about 8 minutes on two cores
+    python -m pytest tests/drills -m long     # about 9 minutes on two cores
 """
 
 import json
+import os
 import random
 import resource
 import signal
@@ -212,14 +213,25 @@ def test_exports_cannot_be_written(run: Run) -> None:
     kept.rename(exports)
 
 
-def test_newest_checkpoint_is_damaged(run: Run) -> None:
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("deepspeed/mp_rank_00_model_states.pt", flip_a_bit),
+        ("deepspeed/zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda path: os.truncate(path, 1000)),
+        ("manifest.json", Path.unlink),
+    ],
+)
+def test_newest_checkpoint_is_damaged(run: Run, name: str, damage: Callable[[Path], object]) -> None:
     run.launcher.kill()
     run.wait_for_end(-signal.SIGKILL)
     newest = run.checkpoints()[-1]
-    weights = newest / "deepspeed" / "mp_rank_00_model_states.pt"
-    content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
-    weights.write_bytes(content)
+    damage(newest / name)
     with (run.folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 999, "lo' + bytes(4096))  # A kill may truncate the last record as well.
     run.launcher = run.launch()
