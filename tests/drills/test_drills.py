@@ -235,4 +235,4 @@ def test_newest_checkpoint_is_damaged(run: Run, name: str, damage: Callable[[Pat
     with (run.folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 999, "lo' + bytes(4096))  # A kill may truncate the last record as well.
     run.launcher = run.launch()
-    run.wait(lambda: run.said(f"{newest} is damaged"), f"a line about {newest.name}")
+    run.wait(lambda: run.said(f"{newest} is not used"), f"a line about {newest.name}")
