@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from fla_train.eval.compare import loss_differences
 from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published
@@ -125,7 +126,9 @@ def _bound(panel: Axes) -> None:
     values = [y for line in panel.lines for y in line.get_ydata()]
     if values and max(values) > 10 * min(values) > 0:
         panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
     if values and np.isfinite(max(values)) and panel.get_ylim()[1] > 2 * max(values):
         panel.set_ylim(top=2 * max(values))
 
