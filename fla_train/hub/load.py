@@ -192,7 +192,7 @@ def load_weights(
         raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
     with _one_line(source), no_progress_bars():
         if mixer is not None and config_content(source).get("mixer") is None:
-            raise MixerError(f"it has no mixer of its own: leave out mixer={mixer}")
+            raise MixerError(f"it has no custom mixer: leave out mixer={mixer}")
         translation = find_translation(source, translate)
         if translation is not None:
             model, report = load_translated(source, translation, dtype)

@@ -235,7 +235,7 @@ class Agent(SimpleElasticAgent):
             raise self._failure
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        # All machines use one name for this start: the machine that asks first chooses it.
+        # All machines use one name for this start, which the first machine chooses.
         name = worker_group.store.compare_set("start", "", secrets.token_hex(8)).decode()
         self._folder = self._scratch / name
         self._folder.mkdir(parents=True)

@@ -40,7 +40,7 @@ class InitialStates(Callback):
         self._noise, self._zero_fraction = config.trainer.state_noise, config.trainer.zero_state_share
 
     def check(self, config: TrainConfig) -> Iterator[str]:
-        if is_zoo(config.model):  # not supported; the table of conflicts says so
+        if is_zoo(config.model):  # `find_conflicts` rejects it
             return
         settings = build_model_config(config.model)
         setting = "data.contiguous" if self._source == "contiguous" else "trainer.initial_state"
