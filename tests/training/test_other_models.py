@@ -47,7 +47,7 @@ def test_a_run_is_exported_and_continued(
     assert to_config(again).model == load_config(whole / "config.yaml").model
     AutoModelForCausalLM.from_pretrained(whole / "hf" / "step-0000004")
 
-    with pytest.raises(ValueError, match="has no mixer"):
+    with pytest.raises(ValueError, match="mixer=package:Class"):
         load_model(whole, mixer="package:Class")
     model, tokenizer = load_model(whole)
     ids = tokenizer("the state", return_tensors="pt")
