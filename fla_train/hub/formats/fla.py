@@ -1,7 +1,7 @@
 """Translate flash-linear-attention's `delta_net`, `gated_deltanet` and `gated_deltaproduct`, with hybrids.
 
 State dicts have equal names, shapes and row orders, so only configs are translated. Names and defaults of the
-fields follow flash-linear-attention 0.6.0. docs/exports.md has a table of them.
+fields follow flash-linear-attention 0.6.0. docs/exports_reference.md has a table of them.
 """
 
 from collections.abc import Mapping

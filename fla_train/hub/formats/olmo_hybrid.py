@@ -1,7 +1,7 @@
 """Translate configs and weights of transformers' `olmo_hybrid` (OLMo Hybrid, arXiv 2604.03444).
 
 Its linear layers are our Gated DeltaNet with an output gate. Its attention layers are ours with RMSNorm on q
-and k (`use_qk_norm`) and on outputs (`norm_after`), with or without rotary positions. docs/exports.md has a
+and k (`use_qk_norm`) and on outputs (`norm_after`), with or without rotary positions. docs/exports_reference.md has a
 table of the settings.
 
 Weights are written under the names that both transformers and vLLM read. The names in files that transformers
