@@ -78,7 +78,7 @@ def test_any_allowed_symbol_counts() -> None:
 
 
 def test_counting_what_followed_is_a_strong_guess() -> None:
-    """The most frequent successor so far of no, one or two symbols; docs/results_expressivity.md quotes one accuracy."""
+    """Guess the most frequent successor of 0 to 2 symbols; docs/results_expressivity.md quotes one."""
     task = RegBench(seed=-1)
     batch = task.batch(range(200))
     accuracies = []

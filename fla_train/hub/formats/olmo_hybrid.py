@@ -1,8 +1,8 @@
 """Translate configs and weights of transformers' `olmo_hybrid` (OLMo Hybrid, arXiv 2604.03444).
 
 Its linear layers are our Gated DeltaNet with an output gate. Its attention layers are ours with RMSNorm on q
-and k (`use_qk_norm`) and on outputs (`norm_after`), with or without rotary positions. The table of the settings
-is in docs/exports_reference.md.
+and k (`use_qk_norm`) and on outputs (`norm_after`), with or without rotary positions. A table of the
+settings is in docs/exports_reference.md.
 
 Weights are written under the names that both transformers and vLLM read. The names in files that transformers
 saves, and those of its modules, are also read.
