@@ -300,6 +300,7 @@ def register(root: type[TrainConfig] = TrainConfig) -> None:
     Experiments also have the key `scales`, which `fla_train.cli.scales` applies and `to_config` drops.
     """
     OmegaConf.register_new_resolver("product", lambda *numbers: int(math.prod(numbers)), replace=True)
+    OmegaConf.register_new_resolver("sqrt", math.sqrt, replace=True)
     store = ConfigStore.instance()
     request = make_dataclass("Request", [("scales", Any, None)], bases=(root,))
     store.store(name="train_schema", node=request)
