@@ -59,7 +59,7 @@ def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, 
     # Spilled addresses have cost a quarter of the backward pass (docs/dev/kernels.md, "Hopper kernels").
     # Triton 3.9 has ptxas allocate registers in another way (--regAllocOptLevel=2), which spills more.
     spilled = 192 if variant.name == "bwd_qkg_wide" else 80 if variant.num_householder == 1 else 128
-    assert found.stack <= spilled + 160 * AVOIDS_PTXAS_FAULT
+    assert found.stack <= spilled + 240 * AVOIDS_PTXAS_FAULT
 
 
 def test_matrices_that_begin_anywhere_are_described() -> None:
