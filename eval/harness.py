@@ -30,7 +30,8 @@ from fla_train.eval.result import Measured
 from fla_train.eval.result_cache import Job
 from fla_train.eval.scores import task_scores
 from fla_train.eval.sets import local_datasets, remedy
-from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length, trained_prefix_of
+from fla_train.hub.card import PREFIX
+from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.environment import git_commit
 from fla_train.utils.errors import described
@@ -110,7 +111,7 @@ class FlaTrainLM(HFLM):
             trust_remote_code=trust_remote_code,
         )
         self._max_length = max_length or trained_length(self.model)
-        if add_bos_token is None and trained_prefix_of(self.model, self.tokenizer) is not None:
+        if add_bos_token is None and hasattr(self.model.config, PREFIX):
             self.add_bos_token = False
         if prefix_token_id is None:
             self.custom_prefix_token_id = next(iter(document_prefix(self.model, self.tokenizer)), None)

@@ -1,8 +1,8 @@
 """Folders of prepared data in the cache, and their names.
 
 Prepared data lie in `<cache>/<fingerprint>/`. The fingerprint of a corpus covers all that determines its
-tokens: the text, the tokenizer and the split. The manifest of a mixture lists folders of corpora as `parts`.
-That of a stream names as `head` the corpus that was made of its first documents.
+tokens: the text, the tokenizer and the split. The manifest of a mixture lists the folders of its corpora as
+`parts`. That of a stream, with `stream: true`, lists the corpus that was made of its first documents.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fla_train.data.config import DataConfig, cache_folder, part_config, validation_shard_config
+from fla_train.data.config import DataConfig, cache_folder, part_configs
 from fla_train.data.mixture import integer_shares
-from fla_train.data.shards import FORMAT, MANIFEST, read_manifest, verify
+from fla_train.data.shards import FORMAT, MANIFEST, check_files, read_manifest
 from fla_train.data.sources import Source, open_source
 from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
 from fla_train.utils.filesystem import reason
@@ -52,14 +52,10 @@ class PreparedData:
 
     def parts(self) -> dict[str, "PreparedData"]:
         """Return {name: corpus}: the parts of a mixture, else this corpus, or a stream's head, as ""."""
-        if "head" in self.manifest:
-            return {"": open_prepared(self.folder.with_name(self.manifest["head"]))}
         if "parts" not in self.manifest:
             return {"": self}
-        return {
-            part["name"]: open_prepared(self.folder.with_name(part["folder"]))
-            for part in self.manifest["parts"]
-        }
+        listed = self.manifest["parts"]
+        return {part["name"]: open_prepared(self.folder.with_name(part["folder"])) for part in listed}
 
     def shares(self) -> dict[str, int]:
         """Return {part: its sequences in a period of the mixture}, in the order of `parts`."""
@@ -68,8 +64,8 @@ class PreparedData:
 
     def commits(self) -> dict[str, str]:
         """Return {part: the Hub's commit that it holds} of the parts from the Hub; "" without a mixture."""
-        parts = self.parts() if "parts" in self.manifest else {"": self}
-        return {name: part.manifest["commit"] for name, part in parts.items() if part.manifest.get("commit")}
+        commits = {name: part.manifest.get("commit") for name, part in self.parts().items()}
+        return {name: commit for name, commit in commits.items() if commit}
 
     def verify(self) -> None:
         """Compare every shard with its checksum and load the tokenizer.
@@ -78,13 +74,13 @@ class PreparedData:
             ValueError: naming the first file that differs, or the tokenizer.
         """
         for part in self.parts().values():
-            verify(part.folder)
+            check_files(part.folder, part.manifest, hashed=True)
             part.tokenizer()
 
     def describe(self) -> list[str]:
         """Return lines for the plan: documents, tokens, bytes per token, vocabulary."""
         tokenizer, source = self.manifest["tokenizer"], self.manifest["source"]["kind"]
-        stream = "stream of " if "head" in self.manifest else ""
+        stream = "stream of " if self.manifest.get("stream") else ""
         lines = [f"{stream}{source}, vocabulary {tokenizer['vocab_size']:,} ({tokenizer['name']})"]
         shares = self.shares()
         for part, prepared in self.parts().items():
@@ -148,13 +144,12 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
     tokenizer = None if config.tokenizer.name == "bpe" else load_tokenizer(config.tokenizer, offline=offline)
     if tokenizer is not None and config.append_eos and tokenizer.eos_token_id is None:
         raise ValueError(
-            f"tokenizer {config.tokenizer.name} has no end-of-sequence token; "
-            "set data.tokenizer.eos_token, or data.append_eos=false"
+            f"tokenizer {config.tokenizer.name} has no EOS: set data.tokenizer.eos_token or append_eos"
         )
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
     settings = {key: getattr(config, key) for key in _SETTINGS}
-    name = _digest(source.description, identity, settings)
-    asked = _digest(recorded(config), identity, config.shard_bytes)
+    name = digest(source.description, identity, settings)
+    asked = digest(recorded(config), identity, config.shard_bytes)
     cache = cache_folder(config)
     return CachePaths(source, tokenizer, cache / name, cache / f".building-{asked}")
 
@@ -173,50 +168,37 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
     folder = prepared_folder(config)
     if folder is None or not (folder / MANIFEST).exists():
         return None
-    configs = [part_config(config, name) for name in config.mixture]
-    configs += [validation_shard_config(config)] if config.stream else []
-    return open_prepared(folder) if all(find_prepared(part) for part in configs) else None
+    parts = part_configs(config).values()
+    return open_prepared(folder) if all(find_prepared(part) for part in parts) else None
 
 
-def prepared_name(config: DataConfig) -> str | None:
-    """Return the name of the folder that `prepare` would return; None if the tokenizer is not fetched yet.
+def prepared_folder(config: DataConfig) -> Path | None:
+    """Return the folder that `prepare` would return; None if the tokenizer is not fetched yet.
 
     Raises:
         ValueError: as `cache_paths`.
     """
-    folder = prepared_folder(config)
-    return None if folder is None else folder.name
-
-
-def prepared_folder(config: DataConfig) -> Path | None:
-    """Return the folder that `prepare` would return; None if the tokenizer is not fetched yet."""
-    if config.source == "mixture":
-        names = {name: prepared_name(part_config(config, name)) for name in config.mixture}
-        return None if None in names.values() else mixture_folder(config, names)
-    if config.stream:
-        head = prepared_name(validation_shard_config(config))
-        return None if head is None else stream_folder(config, head)
+    folders = {name: prepared_folder(part) for name, part in part_configs(config).items()}
+    if folders:
+        return None if None in folders.values() else joined_folder(config, folders)
     try:
         return cache_paths(config, offline=True).final
     except TokenizerNotCached:
         return None
 
 
-def mixture_parts(config: DataConfig, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the manifest's list of the parts of a mixture, which lie in folders of these names."""
-    shares = integer_shares({name: part.weight for name, part in config.mixture.items()})
-    return [{"name": name, "folder": names[name], "share": share} for name, share in shares.items()]
+def listed_parts(config: DataConfig, folders: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return the manifest's list of the parts of a mixture or stream, which lie in `folders`."""
+    weights = {name: part.weight for name, part in config.mixture.items()} or {"": 1}
+    shares = integer_shares(weights)
+    return [{"name": name, "folder": folders[name].name, "share": share} for name, share in shares.items()]
 
 
-def mixture_folder(config: DataConfig, names: Mapping[str, str]) -> Path:
-    """Return the folder of a mixture whose parts lie in folders of these names."""
-    return cache_folder(config) / _digest(mixture_parts(config, names))
+def joined_folder(config: DataConfig, folders: Mapping[str, Path]) -> Path:
+    """Return the folder of a mixture or stream whose parts lie in `folders`."""
+    return cache_folder(config) / digest(config.stream, listed_parts(config, folders))
 
 
-def stream_folder(config: DataConfig, head: str) -> Path:
-    """Return the folder of a stream whose first documents are prepared in the folder `head`."""
-    return cache_folder(config) / _digest("stream", head)
-
-
-def _digest(*content: Any) -> str:
+def digest(*content: Any) -> str:
+    """Return the first 16 digits of the sha256 of JSON-able content."""
     return hashlib.sha256(json.dumps([FORMAT, *content], sort_keys=True).encode()).hexdigest()[:16]

@@ -52,11 +52,9 @@ class SourceConfig:
         ):
             yield f"path={self.path} is neither a dataset on the Hub (user/name) nor a local folder"
         for name, sources in READERS.items():
-            if self.source not in sources and getattr(self, name) != getattr(SourceConfig, name):
-                yield (
-                    f"{name}={getattr(self, name)} is not read with source={self.source}: "
-                    f"choose {' or '.join(f'data={source}' for source in sources)}"
-                )
+            value = getattr(self, name)
+            if self.source not in sources and value != getattr(SourceConfig, name):
+                yield f"{name}={value} is only read with source={' or '.join(sources)}, not {self.source}"
 
 
 @dataclass
@@ -95,10 +93,7 @@ class DataConfig(SourceConfig):
         if (self.source == "mixture") != bool(self.mixture):
             yield "mixture={NAME: {weight, path}, ...} belongs with source=mixture: set both, or neither"
         if self.source == "mixture" and self.tokenizer.name == "bpe":
-            yield (
-                "tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder (such as the "
-                "tokenizer/ of prepared data) or a Hub name"
-            )
+            yield "tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder or a Hub name"
         for name in ("max_documents", "max_tokens"):
             if self.source == "mixture" and getattr(self, name) is not None:
                 yield f"{name} does not limit a mixture: set data.mixture.PART.{name}"
@@ -108,16 +103,19 @@ class DataConfig(SourceConfig):
             yield "stream=true reads one source in order: set it to false for a mixture or contiguous=true"
 
 
-def part_config(config: DataConfig, name: str) -> DataConfig:
-    """The settings of one part of a mixture: its source from the part, all else from the mixture."""
-    settings = dict(vars(config.mixture[name]))
-    del settings["weight"]
-    return replace(config, mixture={}, **settings)
+def part_configs(config: DataConfig) -> dict[str, DataConfig]:
+    """Return the settings that prepare each corpus of a mixture or stream; empty for a single corpus.
 
-
-def validation_shard_config(config: DataConfig) -> DataConfig:
-    """The settings that prepare a stream's validation shard: the first documents of its source."""
-    return replace(config, stream=False, max_documents=config.stream_head_documents)
+    A part of a mixture has its own source, all else is the mixture's. A stream has the part "", its first
+    documents, which are its validation split.
+    """
+    if config.stream:
+        return {"": replace(config, stream=False, max_documents=config.stream_head_documents)}
+    parts = {}
+    for name, part in config.mixture.items():
+        settings = {key: value for key, value in vars(part).items() if key != "weight"}
+        parts[name] = replace(config, mixture={}, **settings)
+    return parts
 
 
 def with_absolute_paths(config: DataConfig) -> DataConfig:

@@ -69,9 +69,7 @@ class Slice:
             try:
                 raw = text.encode()
             except UnicodeEncodeError as failure:  # JSON allows lone surrogates
-                raise ValueError(
-                    f"{self.where(number)}: not valid Unicode ({failure}); repair or remove it"
-                ) from failure
+                raise ValueError(f"{self.where(number)}: not valid Unicode ({failure})") from failure
             self.check_length(number, len(raw))
             yield text, raw
 
@@ -113,9 +111,7 @@ class FileSlice(Slice):
 
     def check_unchanged(self) -> None:
         if describe_files([(self.key[0]["name"], Path(self.path))]) != self.key[:1]:
-            raise ValueError(
-                f"{self.path} changed while it was read: run the same command again once it stays as it is"
-            )
+            raise ValueError(f"{self.path} changed while it was read: run the same command again")
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ class LinesSlice(FileSlice):
                     raise ValueError("not an object")
             except (ValueError, RecursionError) as failure:
                 raise ValueError(
-                    f"{self.where(number)}: not JSON ({failure}); repair or remove the line, or {_FETCH}"
+                    f"{self.where(number)}: not JSON ({failure}); repair or remove it"
                 ) from failure
             if self.config.text_column not in record:
                 require_column(self.where(number), self.config.text_column, record)

@@ -58,22 +58,17 @@ class MixtureDataset:
 
 
 def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
-    """The smallest whole numbers in the proportion of the weights, which are read as decimals.
+    """Return the smallest whole numbers in the proportion of the positive weights, read as decimals.
 
     Raises:
-        ValueError: a weight is not positive, or the weights have no small common denominator.
+        ValueError: the weights have no small common denominator.
     """
-    if bad := {name: weight for name, weight in weights.items() if not 0 < weight < float("inf")}:
-        raise ValueError(f"mixture weights must be positive numbers, not {bad}")
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     whole = sum(exact.values())
     shares = {name: weight / whole for name, weight in exact.items()}
     period = lcm(*(share.denominator for share in shares.values()))
     if period > LONGEST_PERIOD:
-        raise ValueError(
-            f"the mixture weights {dict(weights)} repeat only after {period:,} sequences; round them to "
-            "fewer digits"
-        )
+        raise ValueError(f"the mixture weights {dict(weights)} have a period of {period:,}: use fewer digits")
     return {name: int(share * period) for name, share in shares.items()}
 
 

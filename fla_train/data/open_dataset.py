@@ -16,7 +16,7 @@ def open_train(folder: str | Path, seq_len: int, seed: int) -> Dataset:
         ValueError: a manifest is corrupt, or no sequence fits.
     """
     prepared = open_prepared(folder)
-    if "head" in prepared.manifest:
+    if prepared.manifest.get("stream"):
         return StreamDataset(folder, seq_len)
     datasets = [TokenDataset(part.folder, "train", seq_len, seed) for part in prepared.parts().values()]
     if "parts" not in prepared.manifest:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fla_train.data import cache, shards
 from fla_train.data.cache import PreparedData, open_prepared
-from fla_train.data.config import DataConfig, part_config, validation_shard_config
+from fla_train.data.config import DataConfig, part_configs
 from fla_train.data.shards import FORMAT, MANIFEST, SPLITS
 from fla_train.data.sources import Source, hub_commit, is_on_hub, open_source
 from fla_train.data.tokenize import is_held_out, make_encoder, tokenize_source
@@ -31,7 +30,6 @@ from fla_train.utils.filesystem import move_folder, save_tokenizer, write_whole
 from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import locked
 
-NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 _COUNTS = ("documents", "tokens", "text_bytes")  # of a split
 _KEPT = ("bytes", "sha256", *SPLITS)  # what a manifest keeps of a shard's record
 _COUNT_AT_ONCE = 1 << 20  # tokens; to count one takes 8 bytes
@@ -39,7 +37,7 @@ Log = Callable[[str], None]
 
 
 def prepare(
-    config: DataConfig, log: Log = print, progress: bool = True, commits: Mapping[str, str] = NO_COMMITS
+    config: DataConfig, log: Log = print, progress: bool = True, commits: Mapping[str, str] | None = None
 ) -> PreparedData:
     """Tokenize the source of `config` into the cache, or resume, or return data that is prepared already.
 
@@ -56,10 +54,13 @@ def prepare(
         Interrupted: the network or a process failed; the same command resumes.
     """
     require_valid(config, "data.")
-    if config.source == "mixture":
-        return _prepare_mixture(config, log, progress, commits)
-    if config.stream:
-        return _prepare_stream(config, log, progress, commits)
+    commits, prepared = commits or {}, {}
+    for name, part in part_configs(config).items():
+        if name:
+            log(f"data: part {name} of the mixture")
+        prepared[name] = _prepare_corpus(part, log, progress, commits.get(name))
+    if prepared:
+        return _joined(config, prepared)
     return _prepare_corpus(config, log, progress, commits.get(""))
 
 
@@ -69,7 +70,7 @@ def check_first_document(config: DataConfig) -> None:
     Raises:
         ValueError: there is none, or it can't be read, or lacks the text column.
     """
-    for part in [part_config(config, name) for name in config.mixture] or [config]:
+    for part in list(part_configs(config).values()) or [config]:
         local = part.path and part.source in ("local", "hub") and not is_on_hub(part)
         if local and next(open_source(part).texts(), None) is None:
             raise ValueError(f"data.path={part.path} holds no document")
@@ -89,7 +90,7 @@ def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | 
             if not paths.is_ready():  # another process may have prepared it while this one waited
                 _build(paths, config, commit, log, progress)
     prepared = open_prepared(paths.final)
-    shards.check_sizes(prepared.folder, prepared.manifest)
+    shards.check_files(prepared.folder, prepared.manifest, hashed=False)
     if commit is not None and prepared.commits().get("", commit) != commit:
         raise ValueError(
             f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
@@ -98,64 +99,36 @@ def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | 
     return prepared
 
 
-def _prepare_mixture(
-    config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]
-) -> PreparedData:
-    """Prepare every part, and the manifest that joins them. No token is copied."""
-    prepared = {}
-    for name in config.mixture:
-        log(f"data: part {name} of the mixture")
-        prepared[name] = _prepare_corpus(part_config(config, name), log, progress, commits.get(name))
-    names = {name: part.folder.name for name, part in prepared.items()}
+def _joined(config: DataConfig, prepared: dict[str, PreparedData]) -> PreparedData:
+    """Write the manifest that joins the prepared parts of a mixture or stream, and a link to their tokenizer.
+
+    No token is copied. An equal manifest is not written again, since the cache may be read-only.
+    """
+    folders = {name: part.folder for name, part in prepared.items()}
     first = next(iter(prepared.values()))
-    splits = {}
-    for split in SPLITS:
-        entries = [part.manifest["splits"][split] for part in prepared.values()]
-        splits[split] = {key: sum(entry[key] for entry in entries) for key in _COUNTS}
-        splits[split]["unigram_entropy"] = None
-    manifest = first.manifest | {
-        "settings": first.manifest["settings"] | {"source": "mixture"},
-        "source": {"kind": "mixture of " + ", ".join(prepared)},
-        "commit": None,
-        "parts": cache.mixture_parts(config, names),
-        "splits": splits,
-        "shards": [],
-    }
-    return _written(cache.mixture_folder(config, names), manifest, first.folder.name)
-
-
-def _prepare_stream(config: DataConfig, log: Log, progress: bool, commits: Mapping[str, str]) -> PreparedData:
-    """Prepare the first documents of a stream, and the manifest to train from.
-
-    The first `stream_head_documents` give the validation split, and a bpe tokenizer is trained on them. The
-    stream is read at their commit, whatever the Hub's branch points to by then.
-    """
-    head = _prepare_corpus(validation_shard_config(config), log, progress, commits.get(""))
-    # The head may have been prepared when the same text lay elsewhere, or with other limits.
-    now = {key: getattr(config, key) for key in ("path", "max_line_bytes", "shard_bytes")}
-    train = dict.fromkeys(("documents", "text_bytes", "unigram_entropy")) | {"tokens": math.inf}
-    manifest = head.manifest | {
-        "settings": head.manifest["settings"] | {"max_documents": None} | now,
-        "head": head.folder.name,
-        "splits": head.manifest["splits"] | {"train": train},
-        "shards": [],
-    }
-    return _written(cache.stream_folder(config, head.folder.name), manifest, head.folder.name)
-
-
-def _written(folder: Path, manifest: dict[str, Any], corpus: str) -> PreparedData:
-    """Write a manifest, and a link to the tokenizer of the folder `corpus`.
-
-    An equal manifest is not written again, since the cache may be read-only.
-    """
-    prepared = PreparedData(folder, manifest)
-    if not (folder / MANIFEST).is_file() or open_prepared(folder) != prepared:
+    manifest = first.manifest | {"parts": cache.listed_parts(config, folders), "shards": []}
+    if config.stream:
+        # The part may have been prepared when the same text lay elsewhere, or with other limits.
+        now = {key: getattr(config, key) for key in ("path", "max_line_bytes", "shard_bytes")}
+        manifest["settings"] = manifest["settings"] | {"max_documents": None} | now
+        train = dict.fromkeys(("documents", "text_bytes", "unigram_entropy")) | {"tokens": math.inf}
+        manifest |= {"stream": True, "splits": manifest["splits"] | {"train": train}}
+    else:
+        manifest["settings"] = manifest["settings"] | {"source": "mixture"}
+        manifest |= {"source": {"kind": "mixture of " + ", ".join(prepared)}, "commit": None, "splits": {}}
+        for split in SPLITS:
+            entries = [part.manifest["splits"][split] for part in prepared.values()]
+            sums = {key: sum(entry[key] for entry in entries) for key in _COUNTS}
+            manifest["splits"][split] = sums | {"unigram_entropy": None}
+    folder = cache.joined_folder(config, folders)
+    joined = PreparedData(folder, manifest)
+    if not (folder / MANIFEST).is_file() or open_prepared(folder) != joined:
         # All machines of a run, and all runs of a sweep, may come here at once and write the same.
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            (folder / "tokenizer").symlink_to(Path("..") / corpus / "tokenizer")
+            (folder / "tokenizer").symlink_to(Path("..") / first.folder.name / "tokenizer")
         shards.write_manifest(folder, manifest)
-    return prepared
+    return joined
 
 
 def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:
@@ -196,16 +169,11 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
     }
     if not manifest["splits"]["train"]["tokens"]:
         shutil.rmtree(building)
-        raise ValueError(
-            f"{config.path or config.source} has no training document; see data.validation_fraction"
-        )
+        raise ValueError(f"{config.path or config.source} has no training text; see data.validation_fraction")
     if open_source(config, commit).description != source.description:
         if config.source != "local":  # its slices do not tell which of them were read after the change
             shutil.rmtree(building)
-        raise ValueError(
-            f"data.path={config.path} (data.source={config.source}) changed while it was prepared: run the "
-            "same command again once it stays as it is"
-        )
+        raise ValueError(f"data.path={config.path} changed while it was prepared: run the same command again")
     shards.write_manifest(building, manifest)
     move_folder(building, final)
     # Only a resumed preparation needs the records, and shards beyond a limit.

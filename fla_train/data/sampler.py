@@ -105,16 +105,7 @@ class BatchSampler:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world
-        if (
-            self.micro_batch < 1
-            or self.global_batch < 1
-            or self.global_batch % (self.micro_batch * self.world)
-        ):
-            raise ValueError(
-                f"a global batch of {self.global_batch} sequences does not split into micro-batches of "
-                f"{self.micro_batch} on {self.world} process(es); "
-                f"make it a multiple of {self.micro_batch * self.world}"
-            )
+        assert self.global_batch % (self.micro_batch * self.world) == 0  # the config is checked for it
 
     @property
     def accumulation(self) -> int:

@@ -16,6 +16,7 @@ shard with a record is complete. The manifest collects the records.
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fla_train.utils.filesystem import replaced_file, sha256, write_whole
+from fla_train.utils.filesystem import find_damage, replaced_file, write_whole
 from fla_train.utils.safe_files import read_json
 
 FORMAT = 1
@@ -191,25 +192,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise `ValueError` naming the first shard that is missing or cut short."""
-    for number, record in enumerate(manifest["shards"]):
-        if not has_size(folder, number, record):
-            raise ValueError(
-                f"shard {folder / shard_file(number)} is missing or cut short; delete {folder} and run "
-                "fla-prepare again"
-            )
-
-
-def verify(folder: Path) -> None:
-    """Read every shard and compare checksums.
+def check_files(folder: Path, manifest: dict[str, Any], *, hashed: bool) -> None:
+    """Compare the size of every shard with the manifest, and with `hashed` its checksum.
 
     Raises:
         ValueError: naming the first file that is missing, cut short or altered.
     """
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    for number, record in enumerate(manifest["shards"]):
-        path = folder / shard_file(number)
-        if sha256(path) != record["sha256"]:
-            raise ValueError(f"shard {path} is corrupt (checksum); delete {folder} and run fla-prepare again")
+    files = {shard_file(number): record for number, record in enumerate(manifest["shards"])}
+    if damage := find_damage(folder, files, hashed_bytes=math.inf if hashed else -1):
+        raise ValueError(f"shard {folder}/{damage}; delete {folder} and run fla-prepare again")

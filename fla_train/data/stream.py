@@ -9,7 +9,6 @@ again with sequence 0; a shorter tail is left out.
 - Shards stay in the cache: the next epoch, and the next run, read them without tokenizing.
 """
 
-import hashlib
 import json
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fla_train.data.cache import open_prepared
+from fla_train.data.cache import digest, open_prepared
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset, TokenStream
 from fla_train.data.shards import read_record
@@ -47,8 +46,7 @@ class StreamDataset(TokenDataset):
         manifest = self._prepared.manifest
         # The folder is named after the text. A bpe tokenizer may differ with the version of tokenizers.
         fingerprint, size = manifest["tokenizer"]["fingerprint"], manifest["settings"]["shard_bytes"]
-        shards = json.dumps([manifest["commit"], fingerprint, size])
-        self._shards = self.folder / f"shards-{hashlib.sha256(shards.encode()).hexdigest()[:8]}"
+        self._shards = self.folder / f"shards-{digest(manifest['commit'], fingerprint, size)}"
         self._tokens = TokenStream(self._shards, "train", manifest["dtype"], [])
         self._len: int | None = None  # sequences of an epoch, once they are known
         self._wanted = 0  # tokens that have been requested

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +46,23 @@ def is_held_out(raw: bytes, validation_fraction: float) -> bool:
     return int.from_bytes(hashlib.sha1(raw).digest()[:8], "big") / 2**64 < validation_fraction
 
 
+class Limits(NamedTuple):
+    """Limits that are left: documents of both splits, tokens of the training split."""
+
+    documents: float = math.inf
+    tokens: float = math.inf
+
+    def after(self, record: Record) -> "Limits":
+        return Limits(self.documents - record["documents"], self.tokens - record["train"]["tokens"])
+
+    def reached_by(self, record: Record) -> bool:
+        return record["documents"] >= self.documents or record["train"]["tokens"] >= self.tokens
+
+    def allow(self, record: Record) -> bool:
+        """Return whether the record's shard was not cut below these limits."""
+        return all(limit >= left for limit, left in zip(record["limits"], self, strict=True))
+
+
 @dataclass
 class Encoder:
     """Tokenizes slices into shards. Pickled, it carries settings only: each process builds its tokenizer.
@@ -62,22 +79,14 @@ class Encoder:
     separator: int | None
     validation_fraction: float
     dtype: str
-    _tokenizer: Any = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokenizer": None}
+        return {name: value for name, value in vars(self).items() if name != "_tokenize"}
 
-    def write(
-        self,
-        folder: Path,
-        number: int,
-        piece: Slice,
-        max_documents: float = math.inf,
-        max_tokens: float = math.inf,
-    ) -> Record:
+    def write(self, folder: Path, number: int, piece: Slice, limits: Limits) -> Record:
         """Tokenize a slice into shard `number` of `folder` and return its record.
 
-        Stop after `max_documents`, or after the document that completes `max_tokens` of the training split.
+        Stop after the document that reaches one of the limits.
 
         Raises:
             ValueError: a document is invalid or its file has changed; no shard is written.
@@ -93,14 +102,14 @@ class Encoder:
                 tokens[split].append(np.array(ids, self.dtype))
                 text_bytes[split] += len(raw)
                 train_tokens += 0 if held_out else len(ids)
-            if documents >= max_documents or train_tokens >= max_tokens:
+            if documents >= limits.documents or train_tokens >= limits.tokens:
                 break
         piece.check_unchanged()
         path = folder / shard_file(number)
         record = write_shard(path, tokens)
         for split in SPLITS:
             record[split]["text_bytes"] = text_bytes[split]
-        record |= {"documents": documents, "limits": [max_documents, max_tokens]}
+        record |= {"documents": documents, "limits": limits}
         record |= {"slice": piece.key, "size": piece.size, "after": piece.after}
         write_whole(path.with_suffix(".json"), json.dumps(record))
         return record
@@ -108,13 +117,12 @@ class Encoder:
     def _encoded(self, texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[bytes, list[int]]]:
         """Yield the UTF-8 and the tokens of each text, with the separator."""
         separator = [] if self.separator is None else [self.separator]
-        if self._tokenizer is None:
-            self._tokenizer = self._build()
         for batch in _batches(texts):
-            for (_, raw), ids in zip(batch, self._tokenizer([text for text, _ in batch]), strict=True):
+            for (_, raw), ids in zip(batch, self._tokenize([text for text, _ in batch]), strict=True):
                 yield raw, ids + separator
 
-    def _build(self) -> Callable[[list[str]], Iterable[list[int]]]:
+    @cached_property
+    def _tokenize(self) -> Callable[[list[str]], Iterable[list[int]]]:
         if self.backend is None:
             # Only tokenizers without tokenizer.json need transformers, which takes seconds to import.
             from fla_train.data.tokenizers import encode, load_saved
@@ -129,7 +137,7 @@ class Encoder:
 
 def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
     """Yield the texts in batches, and those before an error first: a limit may end the shard there."""
-    batch, size, failure = [], 0, None
+    batch, size = [], 0
     try:
         for text in texts:
             batch.append(text)
@@ -137,12 +145,12 @@ def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, byt
             if size >= _BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0
-    except Exception as error:
-        failure = error
+    except Exception:
+        if batch:
+            yield batch
+        raise
     if batch:
         yield batch
-    if failure:
-        raise failure
 
 
 def make_encoder(
@@ -180,7 +188,7 @@ def tokenize_source(
         ValueError: as reading the source. The shards that are complete stay.
         Interrupted: a process died.
     """
-    left = whole = _Limits(max_documents or math.inf, max_tokens or math.inf)
+    left = whole = Limits(max_documents or math.inf, max_tokens or math.inf)
     done: list[Record] = []
     while (record := read_record(folder, len(done))) and not left.reached_by(record):
         done.append(record)
@@ -204,26 +212,24 @@ def tokenize_source(
                 and (item := next(numbered, None))
             ):
                 number, piece = item
-                record = read_record(folder, number)
-                future: Future[Record] = Future()
+                record, future = read_record(folder, number), Future()
                 if isinstance(piece, Exception):
                     future.set_exception(piece)
                 elif piece is None or (record and record["slice"] == piece.key and left.allow(record)):
                     future.set_result(record | {"resumed": True})
                 else:
-                    future = write(folder, number, piece, *left)
+                    future = write(folder, number, piece, left)
                 pending.append((number, piece, future))
             # Yield a record if it is the next one.
             if pending and pending[0][2].done():
                 number, piece, future = pending.popleft()
-                # When the slice was begun, those before it were not finished: its limits may be too high.
                 invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
-                record = encoder.write(folder, number, piece, *left) if invalid else future.result()
-                last = left.reached_by(record)
-                if last and record["limits"] != list(left):
-                    record = encoder.write(folder, number, piece, *left)
+                record = None if invalid else future.result()
+                # When the slice was begun, those before it were not finished: its limits may be too high.
+                if invalid or (left.reached_by(record) and tuple(record["limits"]) != left):
+                    record = encoder.write(folder, number, piece, left)
                 yield record
-                if last:
+                if left.reached_by(record):
                     return
                 left = left.after(record)
             elif running and not item:
@@ -247,23 +253,6 @@ def _written_at_once(encoder: Encoder, *arguments) -> Future[Record]:
     except ValueError as failure:
         future.set_exception(failure)
     return future
-
-
-class _Limits(NamedTuple):
-    """Limits that are left: documents of both splits, tokens of the training split."""
-
-    documents: float
-    tokens: float
-
-    def after(self, record: Record) -> "_Limits":
-        return _Limits(self.documents - record["documents"], self.tokens - record["train"]["tokens"])
-
-    def reached_by(self, record: Record) -> bool:
-        return record["documents"] >= self.documents or record["train"]["tokens"] >= self.tokens
-
-    def allow(self, record: Record) -> bool:
-        """Return whether the record's shard was not cut below these limits."""
-        return all(limit >= left for limit, left in zip(record["limits"], self, strict=True))
 
 
 @contextmanager

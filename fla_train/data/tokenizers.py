@@ -155,9 +155,7 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
     path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(FILES)
     if looks_local and not path.exists():
-        raise ValueError(
-            f"data.tokenizer.name={name}: no such folder or file; give one, a Hub name, bytes or bpe"
-        )
+        raise ValueError(f"data.tokenizer.name={name}: no such folder or file")
     try:
         tokenizer = _load_local(path) if path.exists() else load_saved(name, local_files_only=offline)
     except Exception as failure:
@@ -218,12 +216,10 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """A fast tokenizer from the byte-fallback BPE model in file `path`; it adds no tokens of its own.
 
     Raises:
-        ValueError: the file is not a SentencePiece model, or not of the byte-fallback BPE kind.
+        RuntimeError: the file is not a SentencePiece model.
+        ValueError: the model is not of the byte-fallback BPE kind.
     """
-    try:
-        model = SentencePieceProcessor(model_file=str(path))
-    except Exception as failure:
-        raise ValueError(f"{path} is not a SentencePiece model ({failure})") from failure
+    model = SentencePieceProcessor(model_file=str(path))
     pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(

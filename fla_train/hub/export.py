@@ -3,9 +3,8 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +13,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-import fla_train.models.auto  # noqa: F401  registers the models
 from fla_train.hub.card import PREFIX, TRAINING_FILE, CardInfo, render_card, trained_prefix
 from fla_train.hub.checksums import (
     CARD,
@@ -29,7 +26,7 @@ from fla_train.hub.checksums import (
     write_checksums,
 )
 from fla_train.hub.formats import FORMATS, OURS
-from fla_train.hub.formats.read import load_translated
+from fla_train.hub.formats.read import load_reported
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.utils.filesystem import replaced_folder, save_tokenizer
 
@@ -136,11 +133,8 @@ def copy_export(source: Path, folder: str | Path) -> Path:
     _require_replaceable(folder)
     with replaced_folder(folder) as aside:
         for name in visible_files(source):
-            try:
-                (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source / name, aside / name)
-            except OSError as failure:
-                raise OSError(f"{aside / name} could not be written: {failure}") from failure
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, aside / name)
         if damage := find_export_damage(aside):  # damage of the source shows in its copy
             raise ValueError(f"{source}/{damage}: {REMEDY}")
         write_checksums(aside)
@@ -164,9 +158,7 @@ def _require_replaceable(folder: Path) -> None:
     replaceable |= {parent for path in replaceable for parent in path.parents}
     unknown = {path for path in folder.rglob("*") if path not in replaceable and path.parent in replaceable}
     if names := sorted(path.relative_to(folder).as_posix() for path in unknown):
-        raise ValueError(
-            f"{folder} contains {', '.join(names)} next to an exported model: move it, or give another folder"
-        )
+        raise ValueError(f"{folder} contains {', '.join(names)} next to an exported model: move it away")
 
 
 def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -192,18 +184,6 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]
     return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos, "pad_token_id": pad}
 
 
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Hide transformers' progress bar for loading weights."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 @torch.no_grad()
 def _load_back(
     model: PreTrainedModel,
@@ -223,17 +203,8 @@ def _load_back(
     device = model.get_input_embeddings().weight.device
     cuda = [device] if device.type == "cuda" else []
     mixer = getattr(model.config, "mixer", None)  # already imported for `model`
-    with torch.random.fork_rng(devices=cuda), no_progress_bars():
-        if translation is not None:
-            loaded, report = load_translated(folder, translation, dtype)
-        else:
-            loaded, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                output_loading_info=True,
-                trust_remote_code=False,
-                **({} if mixer is None else {"mixer": mixer}),
-            )
+    with torch.random.fork_rng(devices=cuda):
+        loaded, report = load_reported(folder, translation, dtype, mixer=mixer)
     state = loaded.state_dict()
     errors = {key: report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     errors["different_keys"] = [] if any(errors.values()) else _unequal(weights, state)
@@ -254,9 +225,7 @@ def _load_back(
     # The weights are equal, so only the config can differ, or the order of a kernel's sums.
     difference = (actual - expected).abs().max().item()
     if not difference <= 1e-2 * expected.abs().max().item():
-        raise ValueError(
-            f"the export loads back but its logits differ by {difference:.3g}; nothing was written"
-        )
+        raise ValueError(f"the export loads back but its logits differ by {difference:.3g}")
 
 
 def _unequal(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:

@@ -13,21 +13,19 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import cached_file
 
-from fla_train.hub.card import PREFIX, TRAINING_FILE, CardInfo, recorded_config, trained_prefix
+from fla_train.hub.card import PREFIX, TRAINING_FILE, CardInfo, recorded_config
 from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
 from fla_train.hub.checksums import find_export_damage
-from fla_train.hub.export import no_progress_bars
 from fla_train.hub.formats import FORMATS, format_name
-from fla_train.hub.formats.errors import FormatError
-from fla_train.hub.formats.read import load_translated
+from fla_train.hub.formats.read import load_reported
 from fla_train.hub.paths import STEP
 from fla_train.models.mixers.registry import MixerError
 from fla_train.models.zoo.fla import import_models
@@ -110,21 +108,15 @@ def trained_length(model: PreTrainedModel) -> int:
 
 
 def document_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens before each document: `trained_prefix_of`, else BOS, else EOS, else none."""
-    trained = trained_prefix_of(model, tokenizer)
+    """Return the tokens before each document.
+
+    These are those of training, if fla_train exported the model, else BOS, else EOS, else none.
+    """
+    trained = getattr(model.config, PREFIX, None)
     if trained is not None:
         return trained
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     return [token for token in ids if token is not None][:1]
-
-
-def trained_prefix_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Return the tokens before documents when the model was trained by fla_train; None if it was not.
-
-    They are in the config, which `save_pretrained` keeps, or follow from the training record.
-    """
-    prefix = getattr(model.config, PREFIX, None)
-    return trained_prefix(training_record(model), tokenizer) if prefix is None else prefix
 
 
 def load_model(
@@ -190,24 +182,14 @@ def load_weights(
     source = resolve_checkpoint(checkpoint)
     if isinstance(source, Path) and (damage := find_export_damage(source, hashed_bytes=HASHED_BYTES)):
         raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
-    with _one_line(source), no_progress_bars():
+    with _one_line(source):
         if mixer is not None and config_content(source).get("mixer") is None:
             raise MixerError(f"it has no custom mixer: leave out mixer={mixer}")
         translation = find_translation(source, translate)
-        if translation is not None:
-            model, report = load_translated(source, translation, dtype)
-        else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-                **({} if mixer is None else {"mixer": mixer}),
-            )
+        options = {"mixer": mixer, "trust_remote_code": trust_remote_code}
+        model, report = load_reported(source, translation, dtype, **options)
     if report["missing_keys"]:
-        raise ValueError(
-            f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}: export it again"
-        )
+        raise ValueError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}")
     return model.to(device).eval()
 
 
@@ -231,13 +213,7 @@ def config_content(source: Path | str) -> dict[str, Any]:
         ValueError: it contains no JSON object.
         OSError: it can't be read.
     """
-    try:
-        content, _ = PreTrainedConfig.get_config_dict(source)
-    except TypeError:  # for example, a number
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{source}/config.json is damaged (no JSON object): export or download it again")
-    return content
+    return read_json(Path(cached_file(source, "config.json")))
 
 
 def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
@@ -278,7 +254,7 @@ def _one_line(source: Path | str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (MixerError, FormatError) as failure:
+    except MixerError as failure:
         raise ValueError(f"{source}: {failure}") from failure
     except BaseException as failure:  # a panic of a Rust library is not an Exception
         raise ValueError(_explain(source, failure)) from failure

@@ -41,11 +41,6 @@ def checkpoint_activations(
     """
     if not mode:
         return
-    if not model.supports_gradient_checkpointing:
-        raise ValueError(
-            f"{type(model).__name__} has no gradient checkpointing: "
-            "set trainer.activation_checkpointing=false"
-        )
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if mode == SELECTIVE:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)

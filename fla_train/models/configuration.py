@@ -69,6 +69,7 @@ class DeltaProductConfig(PreTrainedConfig):
 
     model_type = "delta_product"
     mixer_permitted = True  # whether the mixer may be imported; not saved
+    number_of_conv_states = 3  # convolutions of a mixer, for q, k and v; transformers' caches read this name
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it
     auto_map = {}  # noqa: RUF012  TRL reads it of every model that transformers does not define
 
@@ -146,11 +147,6 @@ class DeltaProductConfig(PreTrainedConfig):
     def attention_layers(self) -> list[int]:
         """Indices of the softmax attention layers."""
         return [i for i, layer in enumerate(self.layer_types) if layer != "linear_attention"]
-
-    @property
-    def number_of_conv_states(self) -> int:
-        """Number of convolutions of a mixer: q, k and v. transformers' caches read this name."""
-        return 3
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields. The permission to import the mixer is not one of them."""

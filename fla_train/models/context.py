@@ -1,6 +1,7 @@
 """Context of a forward pass that all layers share: padding, document bounds, positions, attention masks."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +71,8 @@ class SequenceContext(MovableTensors):
             ValueError: the arguments contradict each other.
         """
         length = tokens.shape[1]
-        documents = in_document = positions = cos = sin = first_documents = last_documents = None
-        start = 0 if part is None else part.start(length)
+        layout: dict[str, Any] = {"attentions": attentions, "part": part, "states": states}
+        documents, start = None, 0 if part is None else part.start(length)
         if cu_seqlens is not None:
             if part is None:  # otherwise the operator checks the bounds of the part
                 check_cu_seqlens(cu_seqlens, tokens)
@@ -81,10 +82,11 @@ class SequenceContext(MovableTensors):
             in_document = position - cu_seqlens[documents]
             if states is not None:
                 by_row = documents.view(states.rows, -1)
-                first_documents, last_documents = by_row[:, 0], by_row[:, -1]
+                layout |= {"first_documents": by_row[:, 0], "last_documents": by_row[:, -1]}
                 # A row's first document may have begun before it, and then its convolution's inputs did.
                 first = (by_row == by_row[:, :1]).flatten()
                 in_document = torch.where(first, in_document + config.conv_size - 1, in_document)
+            layout["position_in_document"] = in_document
         layer_masks = attention_mask
         if not isinstance(layer_masks, dict):
             layer_masks = masks(config, tokens, attention_mask, cache)
@@ -95,26 +97,13 @@ class SequenceContext(MovableTensors):
         }
         if config.mixer is not None:
             positions = torch.arange(length, device=tokens.device)
-            positions = positions + (0 if cache is None else cache.get_seq_length())
+            layout["positions"] = positions + (0 if cache is None else cache.get_seq_length())
         if visible and config.rope_theta is not None:
             queries = next(iter(visible.values())).queries  # equal for all types
-            cos, sin = _rotary_angles(config, queries, tokens.dtype)
+            layout["cos"], layout["sin"] = _rotary_angles(config, queries, tokens.dtype)
         if part is not None and cu_seqlens is not None:
             cu_seqlens = part.bounds(cu_seqlens, length)
-        return cls(
-            padding_mask=layer_masks["padding_mask"],
-            cu_seqlens=cu_seqlens,
-            position_in_document=in_document,
-            positions=positions,
-            cos=cos,
-            sin=sin,
-            visible=visible,
-            attentions=attentions,
-            part=part,
-            states=states,
-            first_documents=first_documents,
-            last_documents=last_documents,
-        )
+        return cls(layer_masks["padding_mask"], cu_seqlens, visible=visible, **layout)
 
 
 def document_bounds(
@@ -166,10 +155,7 @@ def document_bounds(
     if not starts.any():
         return None
     if len(starts) != 1:
-        raise ValueError(
-            f"documents are packed in {len(starts)} rows: put all in one row, "
-            "as transformers' DataCollatorWithFlattening does"
-        )
+        raise ValueError(f"documents are packed in {len(starts)} rows: put all of them in one row")
     inner = starts[0].nonzero().flatten() + 1
     return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tokens)])
 
@@ -196,10 +182,7 @@ def masks(
     counted = cache is None or (bool(kinds) and isinstance(seen, int))
     columns = seen + length if counted else max(length, attention_mask.shape[-1])
     if attention_mask.shape != (batch, columns):
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, "
-            f"expected [batch, seen + new tokens] = {[batch, columns]}"
-        )
+        raise ValueError(f"attention_mask has shape {[*attention_mask.shape]} instead of {[batch, columns]}")
     unpadded = attention_mask.bool()
     if length > 1 and kinds and not torch.compiler.is_compiling() and unpadded.all():
         return layer_masks  # `generate` passes a mask of ones; without it attention has faster kernels

@@ -42,15 +42,11 @@ class Float8Weights:
     def __init__(self, model: nn.Module) -> None:
         head = model.get_output_embeddings()
         for layer in model.modules():
-            if type(layer) is nn.Linear and layer is not head and self._fits(layer):
-                layer.float8 = self
+            if type(layer) is nn.Linear and layer is not head and layer.out_features >= LEAST_ROWS:
+                if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
+                    layer.float8 = self
         self._groups: dict[tuple[nn.Linear, ...], Float8Matrix] = {}
         self._norms: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    @staticmethod
-    def _fits(layer: nn.Linear) -> bool:
-        sizes = layer.in_features, layer.out_features
-        return layer.out_features >= LEAST_ROWS and not any(size % MULTIPLE for size in sizes)
 
     def of(self, layers: tuple[nn.Linear, ...]) -> Float8Matrix:
         """Return the stacked weights [sum of rows, in_features] and their transpose."""
@@ -91,14 +87,14 @@ def float8_project(
 
 
 def float8_mlp(
-    x: Tensor,
-    gate: nn.Linear,
-    up: nn.Linear,
-    down: nn.Linear,
-    dtype: torch.dtype,
-    cast: Float8Matrix | None = None,
+    x: Tensor, layers: Sequence[nn.Linear], dtype: torch.dtype, cast: Float8Matrix | None = None
 ) -> Tensor:
-    """Compute down(silu(gate(x)) * up(x)) for x [..., D] in `dtype`; `cast` may pass x in e4m3."""
+    """Compute down(silu(gate(x)) * up(x)) for x [..., D] in `dtype`; `cast` may pass x in e4m3.
+
+    Args:
+        layers: gate, up and down.
+    """
+    gate, up, down = layers
     casts = gate.float8.of((gate, up)), down.float8.of((down,))
     return _MLP.apply(x, cast, dtype, *casts, gate.weight, up.weight, down.weight)
 
@@ -112,19 +108,13 @@ def float8_norm_project(x: Tensor, norm: nn.Module, layer: nn.Linear, dtype: tor
 
 
 def float8_norm_mlp(
-    update: Tensor,
-    residual: Tensor,
-    norm: nn.Module,
-    gate: nn.Linear,
-    up: nn.Linear,
-    down: nn.Linear,
-    dtype: torch.dtype,
+    update: Tensor, residual: Tensor, norm: nn.Module, layers: Sequence[nn.Linear], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return `float8_mlp` of norm(residual + update), and the sum."""
-    scaled, inverse = gate.float8.of_norm(norm)
+    scaled, inverse = layers[0].float8.of_norm(norm)
     y, data, total = cast_rms_norm(update, residual, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
     cast = Float8Matrix(data.flatten(0, -2), None, inverse)
-    return float8_mlp(y, gate, up, down, dtype, cast), total
+    return float8_mlp(y, layers, dtype, cast), total
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -183,7 +183,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden_size] to the same shape."""
         if self.runs_in_float8(x):
-            return float8_mlp(x, *self.layers, matmul_dtype(x))
+            return float8_mlp(x, self.layers, matmul_dtype(x))
         gate, up = project(x, self.gate_proj, self.up_proj)
         if self.fused and is_plain(self.down_proj):
             return swiglu_linear(gate, up, self.down_proj.weight)
@@ -215,5 +215,5 @@ def norm_mlp(norm: RMSNorm, update: Tensor, residual: Tensor, mlp: GatedMLP) -> 
     if not mlp.runs_in_float8(update):
         y, total = norm(update, residual=residual)
         return total, mlp(y)
-    y, total = float8_norm_mlp(update, residual, norm, *mlp.layers, matmul_dtype(residual))
+    y, total = float8_norm_mlp(update, residual, norm, mlp.layers, matmul_dtype(residual))
     return total, y

@@ -303,15 +303,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | Masks | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        position_ids: Tensor | None = None,
-        output_hidden_states: bool | int | list[int] | None = None,
-        output_attentions: bool | None = None,
-        **others: Tensor | int | None,
+        **inputs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits, the loss of `labels`, or both, for T new tokens; see `DeltaProductModel` for the rest.
 
@@ -324,35 +319,23 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             num_items_in_batch: divisor of the summed loss: the number of targets of the *global* batch (over
                 the ranks, if gradients are averaged), so that gradients summed over micro-batches are exact.
                 Default: the number of targets in `labels`. 0 counts as 1.
-            others: `shift_labels` [B, T], the target of each position, replaces `labels` (an explicit
-                argument would make Trainer require it of every batch); `context_part`, `states` and `packing`
-                of the backbone.
+            inputs: further arguments of the backbone. `shift_labels` [B, T], the target of each position,
+                replaces `labels` (an explicit argument would make Trainer require it of every batch).
 
         Returns:
             `loss` (fp32 scalar) with labels, `logits` [B, kept, vocabulary], `past_key_values`, and
             `hidden_states` and `attentions` if requested.
         """
-        others.pop("tokenizer", None)  # `generate(tokenizer=...)` passes it to the model
-        shift_labels = others.pop("shift_labels", None)
+        inputs.pop("tokenizer", None)  # `generate(tokenizer=...)` passes it to the model
+        shift_labels = inputs.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
-            if others.get("context_part") is not None:
+            if inputs.get("context_part") is not None:
                 raise ValueError("the label of a part's last token is in the next part: pass shift_labels")
             shift_labels = next_tokens(labels)
-        if use_cache is None and shift_labels is not None:
-            use_cache = False
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values,
-            use_cache,
-            cu_seqlens,
-            position_ids,
-            output_hidden_states,
-            output_attentions,
-            return_dict=True,
-            **others,
-        )
+        if shift_labels is not None and inputs.get("use_cache") is None:
+            inputs["use_cache"] = False
+        inputs |= {"position_ids": position_ids, "return_dict": True}
+        outputs = self.model(input_ids, attention_mask, inputs_embeds, **inputs)
         hidden = outputs.last_hidden_state
 
         loss = logits = None
@@ -389,14 +372,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
         With `shift_labels` [B, T], return the losses of these targets, [B, T], and 0 where it is -100.
         """
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            use_cache=False,
-            cu_seqlens=cu_seqlens,
-            context_part=context_part,
-            return_dict=True,
-        )
+        inputs = {"cu_seqlens": cu_seqlens, "context_part": context_part, "return_dict": True}
+        outputs = self.model(input_ids, attention_mask, use_cache=False, **inputs)
         labels = next_tokens(input_ids) if shift_labels is None else shift_labels
         tokens, targets = outputs.last_hidden_state.flatten(0, 1), labels.flatten()
         if is_plain(self.lm_head):
@@ -441,10 +418,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             # `input_ids` are either all tokens or only the new ones.
             begin = int(cache.get_seq_length()) if known == tokens else 0
             if 0 < tokens <= begin:
-                raise ValueError(
-                    f"past_key_values contains all {tokens} tokens of the prompt, and a recurrent state "
-                    "cannot step back: fill the cache without the last token"
-                )
+                raise ValueError("past_key_values contains the whole prompt: fill it without the last token")
             while tokens - begin > chunk:
                 ids, seen = input_ids[:, begin : begin + chunk], known - tokens + begin + chunk
                 self.model(ids, None if mask is None else mask[:, :seen], past_key_values=cache)

@@ -65,10 +65,21 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
     values = np.zeros_like(text)  # at the place where an expression starts, its value
     rows, starts, sizes = np.arange(n), np.zeros(n, dtype=np.int64), lengths
     splits, ends = [], []
+
+    def write_leaves(rows: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> None:
+        """Write d, -d, (d) and (-d), of sizes 1 to 4."""
+        drawn = digits[below(draws[0, starts, rows], len(digits))]
+        bracketed, negative = sizes >= 3, sizes % 2 == 0
+        text[rows[bracketed], starts[bracketed]] = _OPEN
+        text[rows[bracketed], (starts + sizes - 1)[bracketed]] = _CLOSE
+        text[rows[negative], (starts + bracketed)[negative]] = _MINUS
+        text[rows, starts + bracketed + negative] = drawn
+        values[rows, starts] = np.where(negative, -drawn, drawn) % MODULUS
+
     while len(rows):
         leaf = sizes < 5
-        _write_leaves(text, values, draws, digits, rows[leaf], starts[leaf], sizes[leaf])
         ends.append((rows, starts, starts + sizes - 1))
+        write_leaves(rows[leaf], starts[leaf], sizes[leaf])
         rows, starts, sizes = rows[~leaf], starts[~leaf], sizes[~leaf]
         left_sizes = 1 + below(draws[0, starts, rows], sizes - 4)
         chosen = operators[below(draws[1, starts, rows], len(operators))]
@@ -106,22 +117,3 @@ def split_alphabet(alphabet: str) -> tuple[np.ndarray, np.ndarray]:
     if not digits or not operators or len(digits) + len(operators) < len(alphabet):
         raise ValueError(f"alphabet={alphabet}: give one or more of 01234 and one or more of {OPERATORS}")
     return np.array(digits), np.array(operators)
-
-
-def _write_leaves(
-    text: np.ndarray,
-    values: np.ndarray,
-    draws: np.ndarray,
-    drawn_digits: np.ndarray,
-    rows: np.ndarray,
-    starts: np.ndarray,
-    sizes: np.ndarray,
-) -> None:
-    """Sizes 1 to 4 are d, -d, (d) and (-d)."""
-    digits = drawn_digits[below(draws[0, starts, rows], len(drawn_digits))]
-    bracketed, negative = sizes >= 3, sizes % 2 == 0
-    text[rows[bracketed], starts[bracketed]] = _OPEN
-    text[rows[bracketed], (starts + sizes - 1)[bracketed]] = _CLOSE
-    text[rows[negative], (starts + bracketed)[negative]] = _MINUS
-    text[rows, starts + bracketed + negative] = digits
-    values[rows, starts] = np.where(negative, -digits, digits) % MODULUS

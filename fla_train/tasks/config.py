@@ -5,10 +5,10 @@ that a wrong one is named before it fails somewhere in numpy.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from types import NoneType
+from typing import Any, get_args
 
 from fla_train.tasks.code_trace import CodeTrace
 from fla_train.tasks.formal import FormalLanguage
@@ -22,6 +22,7 @@ from fla_train.tasks.task import Tally, Task
 from fla_train.utils.errors import described
 from fla_train.utils.import_class import import_class
 from fla_train.utils.keys import key
+from fla_train.utils.safe_files import fits
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -184,7 +185,7 @@ def _curriculum_errors(config: TaskConfig) -> Iterator[str]:
         return
     whole = training_task(config, 0)
     for stage in config.curriculum:
-        if not _is_stage(stage):
+        if not (fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0):
             yield f"curriculum: {stage} must be [tokens, steps] or [tokens, steps, {{option: value}}], from 1"
             continue
         try:
@@ -196,10 +197,6 @@ def _curriculum_errors(config: TaskConfig) -> Iterator[str]:
             yield f"curriculum: {stage} is longer than the sequences of the training set"
         if early.vocab_size != whole.vocab_size:
             yield f"curriculum: {stage} has another vocabulary than the training set"
-
-
-def _is_stage(stage: Any) -> bool:
-    return fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0
 
 
 def _target_errors(config: TaskConfig) -> Iterator[str]:
@@ -214,21 +211,7 @@ def _target_errors(config: TaskConfig) -> Iterator[str]:
             yield f"stop_at: {target} must be [metric, value] with one of the metrics {', '.join(known)}"
 
 
-_PLAIN = (bool, int, float, str, NoneType)  # types of values in YAML
-
-
-def fits(value: Any, annotation: Any) -> bool:
-    """Return whether `value` is of the type. Booleans are not numbers; a list may stand for a tuple."""
-    origin, types = get_origin(annotation), get_args(annotation)
-    if origin is UnionType:
-        return any(fits(value, each) for each in types)
-    if origin in (tuple, Sequence):
-        types = types * len(value) if origin is Sequence and isinstance(value, list | tuple) else types
-        return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
-    return type(value) is annotation or (annotation is float and type(value) is int)
-
-
 def _in_yaml(annotation: Any) -> bool:
     """Return whether `fits` can tell the type's values. Others are left to the task's class."""
     types = get_args(annotation)
-    return all(map(_in_yaml, types)) if types else annotation in _PLAIN
+    return all(map(_in_yaml, types)) if types else annotation in (bool, int, float, str, NoneType)

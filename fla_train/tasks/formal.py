@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from fla_train.tasks import arithmetic
+from fla_train.tasks.arithmetic import (
+    BRACKET_TOKENS,
+    FLAT_TOKENS,
+    MODULUS,
+    split_alphabet,
+    write_brackets,
+    write_flat,
+)
 from fla_train.tasks.draws import below, draw
 from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
@@ -93,13 +100,12 @@ class FormalLanguage(Task):
         self.lengths = np.arange(first, max_length + 1, step)
         if min_length < 1 or len(self.lengths) == 0:
             raise ValueError(
-                f"'{language}' has no words of {min_length} to {max_length} tokens"
-                + ("; its lengths are odd" if step == 2 else "")
+                f"'{language}' has no words of {min_length} to {max_length} tokens (flat: odd only)"
             )
         if alphabet is not None and self.language.alphabet is None:
             raise ValueError(f"'{language}' has no other alphabet; leave out alphabet={alphabet}")
         if alphabet is not None:
-            arithmetic.split_alphabet(alphabet)
+            split_alphabet(alphabet)
         self.alphabet = alphabet or self.language.alphabet
         self.label_parts = label_parts
         tokens = self.language.tokens
@@ -156,13 +162,7 @@ LANGUAGES = {
     "parity": Language(_BIT_TOKENS, 2, _write_parity),
     "even_pairs": Language(_BIT_TOKENS, 2, _write_even_pairs),
     "cycle_navigation": Language(_CYCLE_TOKENS, _CYCLE, _write_cycle_navigation),
-    "modular_arithmetic": Language(
-        arithmetic.FLAT_TOKENS, arithmetic.MODULUS, arithmetic.write_flat, True, alphabet="01234+-*"
-    ),
-    "modular_arithmetic_brackets": Language(
-        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets, alphabet="01234+-"
-    ),
-    "modular_arithmetic_brackets_times": Language(
-        arithmetic.BRACKET_TOKENS, arithmetic.MODULUS, arithmetic.write_brackets, alphabet="01234+-*"
-    ),
+    "modular_arithmetic": Language(FLAT_TOKENS, MODULUS, write_flat, True, "01234+-*"),
+    "modular_arithmetic_brackets": Language(BRACKET_TOKENS, MODULUS, write_brackets, False, "01234+-"),
+    "modular_arithmetic_brackets_times": Language(BRACKET_TOKENS, MODULUS, write_brackets, False, "01234+-*"),
 }

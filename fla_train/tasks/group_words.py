@@ -62,9 +62,7 @@ class GroupWords(Task):
         self.group = make_group(group)
         order = self.group.order
         if tokens_per_element < 1 or length < 1 or length % tokens_per_element:
-            raise ValueError(
-                f"length {length} must be a positive multiple of tokens_per_element {tokens_per_element}"
-            )
+            raise ValueError(f"length={length} must be a multiple of tokens_per_element={tokens_per_element}")
         super().__init__(vocab_size=order + 2, seq_len=length + bos, **stream)
         self.length = length
         self.tokens_per_element = tokens_per_element

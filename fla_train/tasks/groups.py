@@ -47,12 +47,13 @@ def make_group(name: str) -> Group:
     """
     factors = name.split("x")
     if not all(re.fullmatch(r"[SAZD][1-9][0-9]{0,5}", factor) for factor in factors):
-        raise ValueError(
-            f"unknown group '{name}'; use S<n>, A<n>, Z<n>, D<n> (n >= 1), or a product such as Z2xS3"
-        )
+        raise ValueError(f"unknown group '{name}': use S<n>, A<n>, Z<n>, D<n>, or a product such as Z2xS3")
     order = 1
     for factor in factors:
-        order *= _order(factor)
+        n = int(factor[1:])
+        permutations_of_n = factorial(min(n, 9))  # 9 points have too many already
+        orders = {"S": permutations_of_n, "A": max(1, permutations_of_n // 2), "Z": n, "D": 2 * n}
+        order *= orders[factor[0]]
         if order > MAX_ORDER:
             raise ValueError(f"group '{name}' has more than {MAX_ORDER} elements; choose a smaller one")
     groups = [_factor(factor) for factor in factors]
@@ -86,14 +87,6 @@ def _generated(group: Group, elements: list[int]) -> np.ndarray:
     while len(larger := np.union1d(reached, group.table[reached][:, elements])) > len(reached):
         reached = larger
     return reached
-
-
-def _order(factor: str) -> int:
-    n = int(factor[1:])
-    if factor[0] in "SA":
-        symmetric = factorial(min(n, MAX_ORDER))  # far above MAX_ORDER already: no need for the true value
-        return symmetric if factor[0] == "S" else max(1, symmetric // 2)
-    return n if factor[0] == "Z" else 2 * n
 
 
 def _factor(factor: str) -> tuple[np.ndarray, np.ndarray | None]:

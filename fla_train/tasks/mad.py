@@ -54,14 +54,11 @@ class InContextRecall(Task):
     ):
         if vocab_size < 4 or vocab_size % 2 or not 0 <= noise_share < 1 or noise_vocab < 1:
             raise ValueError(
-                "recall needs an even vocab_size of 4 or more, a noise_vocab of 1 or more, and a noise_share "
-                "in [0, 1)"
+                "recall needs an even vocab_size >= 4, noise_vocab >= 1 and noise_share in [0, 1)"
             )
         self.half = vocab_size // 2
         if length * (1 - noise_share) < 2 * (self.half + 1):
-            raise ValueError(
-                f"length {length} has no room for {self.half} keys and one again; make it longer"
-            )
+            raise ValueError(f"length {length} has no room for {self.half} keys and one again")
         noise_ids = noise_vocab if noise_share else 0
         super().__init__(vocab_size=vocab_size + noise_ids, seq_len=length, **stream)
         self.noise_share, self.noise_vocab, self.label_all = noise_share, noise_vocab, label_all
@@ -128,10 +125,7 @@ class FuzzyRecall(Task):
     ):
         self.half = (vocab_size - 1) // 2
         if motif < 1 or self.half < motif or length <= 4 * motif:
-            raise ValueError(
-                f"fuzzy recall needs a motif of 1 or more, a vocab_size of 2 motif + 1 or more and a length "
-                f"above 4 motif; got motif={motif}, vocab_size={vocab_size}, length={length}"
-            )
+            raise ValueError("fuzzy recall needs motif >= 1, vocab_size > 2 motif and length > 4 motif")
         super().__init__(vocab_size=vocab_size, seq_len=length, **stream)
         self.motif, self.training = motif, training
 
@@ -146,16 +140,30 @@ class FuzzyRecall(Task):
 
         sequence = np.full((n, self.seq_len + 1), self.vocab_size - 1, dtype=np.int64)
         asked = np.zeros_like(sequence, dtype=bool)
-        end, given = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
-        known = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)  # keys and values so far
+        rows, end, given = np.arange(n), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        known_keys, known_values = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)
+
+        def append(place: int, pair: np.ndarray, key: np.ndarray, going: np.ndarray) -> None:
+            """Append a key and its value to the rows `going`. A known key has its value again, `asked`."""
+            nonlocal end
+            same = known_keys == key[:, None]
+            again = same.any(1)
+            value = np.where(again[:, None], known_values[rows, same.argmax(1)], pair[:, motif:])
+            known_keys[going, place], known_values[going, place] = key[going], value[going]
+            for i, letter in enumerate(np.concatenate([pair[:, :motif], value], axis=1).T):
+                has = going & (letter >= 0)
+                sequence[rows[has], end[has]] = letter[has]
+                asked[rows[has], end[has]] = again[has] & (i >= motif)
+                end = end + has
+
         for place, (pair, key) in enumerate(pairs):
             going = end < room
             due = going & ~given & ((end >= probe_from) | (end + size >= room))
             pair, key = np.where(due[:, None], probe, pair), np.where(due, probe_key, key)
             given |= going & (key == probe_key)
             pair[key == probe_key] = probe[key == probe_key]
-            end = _write(sequence, asked, known, place, end, pair, key, going)
-        end = _write(sequence, asked, known, places, end, probe, probe_key, np.full(n, True))
+            append(place, pair, key, going)
+        append(places, probe, probe_key, np.full(n, True))
         # Blanks in front: every row is turned so that it ends at the last place.
         turned = (np.arange(self.seq_len + 1) + end[:, None]) % (self.seq_len + 1)
         sequence, asked = np.take_along_axis(sequence, turned, 1), np.take_along_axis(asked, turned, 1)
@@ -263,41 +271,9 @@ def _layout(noise: np.ndarray, choice: np.ndarray, pairs: int) -> tuple[np.ndarr
     return np.cumsum(tokens, axis=1) - tokens, _seen_before(np.where(noise, -1, choice), pairs)
 
 
-def _write(
-    sequence: np.ndarray,
-    asked: np.ndarray,
-    known: tuple[np.ndarray, np.ndarray],
-    place: int,
-    end: np.ndarray,
-    pair: np.ndarray,
-    key: np.ndarray,
-    going: np.ndarray,
-) -> np.ndarray:
-    """Append a key and its value to the rows `going` of `sequence`, which end at `end`: their new ends.
-
-    A key that is `known` from an earlier place has that value again, and its letters are `asked`.
-    """
-    keys, values = known
-    motif, rows = values.shape[-1], np.arange(len(end))
-    same = keys == key[:, None]
-    again = same.any(1)
-    value = np.where(again[:, None], values[rows, same.argmax(1)], pair[:, motif:])
-    keys[going, place], values[going, place] = key[going], value[going]
-    for i, letter in enumerate(np.concatenate([pair[:, :motif], value], axis=1).T):
-        has = going & (letter >= 0)
-        sequence[rows[has], end[has]] = letter[has]
-        asked[rows[has], end[has]] = again[has] & (i >= motif)
-        end = end + has
-    return end
-
-
 def _seen_before(choice: np.ndarray, values: int) -> np.ndarray:
     """[n, m] bool: whether choice[i, j] occurs in choice[i, :j]; -1 counts as nothing."""
-    seen = np.zeros((len(choice), values), dtype=bool)
-    result = np.zeros(choice.shape, dtype=bool)
-    rows = np.arange(len(choice))
-    for j in range(choice.shape[1]):
-        real = choice[:, j] >= 0
-        result[real, j] = seen[rows[real], choice[real, j]]
-        seen[rows[real], choice[real, j]] = True
-    return result
+    places = np.arange(choice.shape[1])
+    first = np.full((len(choice), values + 1), len(places))  # the first place of each value; -1 is the last
+    np.minimum.at(first, (np.arange(len(choice))[:, None], choice), places)
+    return (choice >= 0) & (np.take_along_axis(first, choice, axis=1) < places)

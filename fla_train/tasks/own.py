@@ -17,19 +17,14 @@ def check_contract(path: str, task: Task) -> None:
     """
     for name in ("vocab_size", "seq_len"):
         if type(value := getattr(task, name, None)) is not int or value < 1:
-            raise ValueError(
-                f"{path}: its {name} is {value!r}: give super().__init__ an integer of at least 1"
-            )
+            raise ValueError(f"{path}: {name} is {value!r}, not an integer of at least 1")
     with _as_line(path, "its first batch"):
         pair, alone = task.batch([0, 1]), task.batch([1])
         ids = {name: (getattr(pair, name), getattr(alone, name)) for name in ("input_ids", "labels")}
     for name, (both, second) in ids.items():
         _check_ids(path, name, both, task)
         if not torch.equal(both[1:], second):
-            raise ValueError(
-                f"{path}: sequence 1 differs between the batches [0, 1] and [1]: draw by the keys alone "
-                "(fla_train/tasks/draws.py), so that all ranks and resumed runs get the same"
-            )
+            raise ValueError(f"{path}: sequence 1 differs between batches [0, 1] and [1]: draw by keys alone")
     with _as_line(path, "its metrics"):
         predictions = task.judge(pair.labels.clamp(min=0), pair)
         found = task.summary(Tally.of(predictions, pair.labels))
@@ -50,10 +45,7 @@ def _as_line(path: str, what: str) -> Iterator[None]:
 
 def _check_ids(path: str, name: str, ids: torch.Tensor, task: Task) -> None:
     if ids.shape != (2, task.seq_len) or ids.dtype != torch.int64:
-        raise ValueError(
-            f"{path}: {name} of two sequences must be int64 [2, seq_len = {task.seq_len}], not {ids.dtype} "
-            f"{list(ids.shape)}"
-        )
+        raise ValueError(f"{path}: {name} must be int64 [2, {task.seq_len}], not {ids.dtype} {[*ids.shape]}")
     known = (ids >= 0) & (ids < task.vocab_size)
     if not (known | (ids == IGNORE) if name == "labels" else known).all():
         raise ValueError(f"{path}: {name} must be at least 0 and below vocab_size = {task.vocab_size}")

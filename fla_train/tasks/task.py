@@ -134,9 +134,6 @@ class Task(ABC):
         headline: the key of `summary` that papers report.
         slice_key: the metadata by which accuracy is drawn; None where prefix accuracy is.
         length_option: the argument that a curriculum makes shorter; None for tasks of one length.
-
-    Raises:
-        ValueError: if num_sequences is below 1.
     """
 
     chance: float | None = None
@@ -146,8 +143,7 @@ class Task(ABC):
     length_option: ClassVar[str | None] = None
 
     def __init__(self, *, vocab_size: int, seq_len: int, seed: int = 0, num_sequences: int | None = None):
-        if num_sequences is not None and num_sequences < 1:
-            raise ValueError(f"num_sequences is {num_sequences}; give a number above 0, or None for no end")
+        assert num_sequences is None or num_sequences >= 1
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.seed = seed

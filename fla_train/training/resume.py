@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fla_train.data.cache import PreparedData, prepared_name
+from fla_train.data.cache import PreparedData, prepared_folder
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
 from fla_train.tasks import TaskConfig
 from fla_train.training.checkpoint import CheckpointStore, TrainState, find_error
@@ -116,10 +116,9 @@ def check_same_run(
     else:
         # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
         asked = config.task is None and (of_data or config.data.source == "local")
-        name = prepared_name(config.data) if asked else state.data
-        # The tokenizer has to be fetched first.
-        if name is None and not of_data:
-            name = state.data
+        folder = prepared_folder(config.data) if asked else None
+        # Without a folder the tokenizer has to be fetched first.
+        name = folder.name if folder else None if asked and of_data else state.data
     if state.data not in (None, name):
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:

@@ -58,18 +58,21 @@ def check_fields(content: dict[str, Any], types: Mapping[str, Any], name: object
     for key, value in content.items():
         if key not in types:
             raise ValueError(f"{name} is damaged or of another version: it has {key!r:.40}")
-        if not _fits(value, types[key]):
+        if not fits(value, types[key]):
             raise ValueError(f"{name} is damaged: {key} is {value!r:.40}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    parts = get_args(kind)
-    if isinstance(kind, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if parts:  # list[VALUE] or dict[str, VALUE]
+def fits(value: Any, annotation: Any) -> bool:
+    """Return whether a value of JSON or YAML is of a type. Booleans are not numbers; lists may be tuples."""
+    origin, types = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, UnionType):
+        return any(fits(value, each) for each in types)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
+    if types:  # list[VALUE], Sequence[VALUE] or dict[str, VALUE]
         children = value.values() if isinstance(value, dict) else value
-        return isinstance(value, get_origin(kind)) and all(_fits(child, parts[-1]) for child in children)
-    return kind is Any or type(value) is kind or (kind is float and type(value) is int)
+        return isinstance(value, origin) and all(fits(child, types[-1]) for child in children)
+    return annotation is Any or type(value) is annotation or (annotation is float and type(value) is int)
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -70,9 +70,10 @@ def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, Tensor | N
     mixers = [module for module in model.modules() if isinstance(module, DeltaProductMixer)]
     for mixer in mixers:
 
-        def recur(q, k, v, beta, g, context, cache, *, original=mixer._recur):
+        def recur(inputs, context, cache, *, original=mixer._recur):
+            _, k, _, beta, g = inputs
             found.append((k, beta, g))
-            return original(q, k, v, beta, g, context, cache)
+            return original(inputs, context, cache)
 
         mixer._recur = recur  # shadows the method until it is deleted below
     try:

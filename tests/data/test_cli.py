@@ -35,7 +35,7 @@ def test_it_prepares_and_verifies(run, local):
     shard = os.path.join(folder, "shard-00000.bin")
     with open(shard, "r+b") as file:
         file.write(b"x")
-    assert_error(run(*overrides, "verify=true"), 2, f"shard {shard} is corrupt (checksum)")
+    assert_error(run(*overrides, "verify=true"), 2, str(shard))
 
 
 def test_a_mixture_on_the_command_line(run, local):

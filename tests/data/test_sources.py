@@ -49,6 +49,15 @@ def test_local_layouts_hold_the_same_documents(tmp_path, local, corpus, document
     assert texts(replace(local, path=str(path), shard_bytes=shard_bytes)) == [d["text"] for d in documents]
 
 
+def test_hidden_files_and_folders_are_left_out(tmp_path, local, documents):
+    folder = tmp_path / "folder"
+    for name in ("a.jsonl", ".b.jsonl", ".hidden/c.jsonl", "inner/d.jsonl", "inner/.e.parquet"):
+        write_jsonl(folder / name, documents[:3])
+    (folder / "linked").symlink_to(folder / "inner")  # the same folder again
+    names = [file["name"] for file in open_source(replace(local, path=str(folder))).description["files"]]
+    assert names == ["a.jsonl", "inner/d.jsonl"]
+
+
 def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
     """The layout of HuggingFaceFW/fineweb: a README that names configurations, and their parquet files."""
     root = tmp_path / "HuggingFaceFW" / "fineweb"

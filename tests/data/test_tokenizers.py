@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.files import TextSlice
-from fla_train.data.tokenize import make_encoder
+from fla_train.data.tokenize import Limits, make_encoder
 from fla_train.data.tokenizers import (
     encode,
     fingerprint,
@@ -138,7 +138,7 @@ def test_texts_are_neither_cut_nor_padded(tmp_path):
     loaded = load_tokenizer(TokenizerConfig(name=str(tmp_path)))
     config = DataConfig(append_eos=False, validation_fraction=0.0)
     encoder = make_encoder(loaded, tmp_path, config, "uint16")
-    record = encoder.write(tmp_path, 0, TextSlice(config, 0, 0, texts, texts))
+    record = encoder.write(tmp_path, 0, TextSlice(config, 0, 0, texts, texts), Limits())
     assert record["train"]["tokens"] == 2 + 13
     assert fingerprint(loaded) == fingerprint(load_tokenizer(TokenizerConfig(name="bytes")))
 

@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_no_export(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(OSError, match=r"^\S+ could not be written: \[Errno 28\] No space left on device$"):
+    with pytest.raises(OSError, match="No space left on device"):
         copy_export(export, tmp_path / "copy")
     assert list(tmp_path.iterdir()) == [export]
 

@@ -125,7 +125,6 @@ def test_any_ratio_of_head_sizes(key_dim: int) -> None:
         ("gated_deltanet", {"output_gate_activation": "sigmoid"}),
         ("hybrid", {"attn": {**FULL, "qkv_bias": True}}),
         ("hybrid", {"attn": [FULL, {**WINDOW, "num_kv_heads": 4}]}),
-        ("hybrid", {"attn": {**FULL, "layers": [3]}}),
     ],
 )
 def test_settings_that_we_lack_are_named(name: str, setting: dict[str, Any]) -> None:

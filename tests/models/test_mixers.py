@@ -95,6 +95,28 @@ def test_an_example_meets_the_contract(build: Callable, tokens: Tensor, example:
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@torch.no_grad()
+def test_longhorn_solves_its_differential_equation(build: Callable, exact: bool) -> None:
+    """By implicit Euler steps, or exactly, for dS/ds = k (v - S^T k)^T over a time beta per token."""
+    mixer = build(mixer="longhorn:Longhorn", mixer_options={"exact": exact}).model.layers[0].attn
+    q, k, v = torch.randn(1, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
+    beta = 2 * torch.rand(5)
+    inputs = [x.double().view(1, 5, *shape) for x, shape in ((q, (1, 8)), (k, (1, 1, 8)), (v, (1, 1, 8)))]
+    inputs = mixer.operator_inputs(*inputs, beta.double().view(1, 5, 1, 1), None)
+    _, final = delta_product(*inputs, output_final_state=True, qk_l2norm=True)
+    state = torch.zeros(8, 8, dtype=torch.float64)
+    for key, value, time in zip(k.double(), v.double(), beta.double(), strict=True):
+        decay, write = time * key.outer(key), time * key.outer(value)
+        if exact:
+            system = torch.cat([torch.cat([-decay, write], dim=1), torch.zeros(8, 16)])
+            transition, written = torch.linalg.matrix_exp(system)[:8].split(8, dim=1)
+            state = transition @ state + written
+        else:
+            state = torch.linalg.solve(torch.eye(8) + decay, state + write)
+    torch.testing.assert_close(final[0, 0], state, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "broken"),
     [

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.mixers import attention as module
-from fla_train.models.mixers.attention import attention
+from fla_train.models.mixers.attention import attention, eager_attention
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 LENGTH, WINDOW, DOCUMENTS = 37, 6, (9, 0, 1, 27)
@@ -72,7 +72,16 @@ def inputs_and_gradient(layout: str, kv_heads: int, dtype: torch.dtype, device: 
     return [draw(heads).requires_grad_() for heads in (4, kv_heads, kv_heads)], gradient
 
 
-def check(kind: str, layout: str, kv_heads: int, dtype=torch.float64, device="cpu", size=8, bound=1e-12):
+def check(
+    kind: str,
+    layout: str,
+    kv_heads: int,
+    dtype=torch.float64,
+    device="cpu",
+    size=8,
+    bound=1e-12,
+    run=attention,
+):
     """Compare outputs at unpadded tokens, and the gradients of q, k and v, by relative error."""
     leaves, gradient = inputs_and_gradient(layout, kv_heads, dtype, device, size)
     tokens = torch.zeros(len(gradient), LENGTH, 4 * size, dtype=dtype, device=device)
@@ -80,11 +89,11 @@ def check(kind: str, layout: str, kv_heads: int, dtype=torch.float64, device="cp
     context = SequenceContext.build(config, tokens, **layout_of(layout, LENGTH, device))
     exact = [x.detach().double().requires_grad_() for x in leaves]
     results = []
-    for given, run in (
-        (leaves, partial(attention, visible=context.visible[kind])),
+    for given, function in (
+        (leaves, partial(run, visible=context.visible[kind])),
         (exact, partial(dense_attention, kind=kind, layout=layout)),
     ):
-        o = run(*given)
+        o = function(*given)
         grads = torch.autograd.grad(o, given, gradient.to(o.dtype))
         results.append([(o * (gradient != 0)).detach(), *grads])
     for found, expected in zip(*results, strict=True):
@@ -97,6 +106,12 @@ def check(kind: str, layout: str, kv_heads: int, dtype=torch.float64, device="cp
 def test_equals_a_dense_mask(monkeypatch, kind, layout, kv_heads, block):
     monkeypatch.setattr(module, "BLOCK", block)
     check(kind, layout, kv_heads)
+
+
+@every_layout
+@every_kind
+def test_eager_attention_equals_a_dense_mask(kind, layout):
+    check(kind, layout, 2, run=lambda *qkv, visible: eager_attention(*qkv, visible)[0])
 
 
 @pytest.mark.gpu

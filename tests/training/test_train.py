@@ -106,7 +106,7 @@ def test_a_damaged_shard_is_found_before_the_start(fla_train, make_config, tmp_p
     prepare(make_config(*here).data, log=lambda line: None, progress=False)
     (shard,) = (tmp_path / "cache").glob("*/shard-00000.bin")
     shard.write_bytes(shard.read_bytes()[:-2])
-    assert f"{shard} is missing or cut short" in refused(fla_train(*here))
+    assert str(shard) in refused(fla_train(*here))
     assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,7 @@ Each module has
     to_ours(content, state)       their config.json and state dict -> `DeltaProductConfig` and our state dict
     from_ours(config, state)      the inverse
 
-Both functions are pure and accept any subset of a state dict. They raise `FormatError` for settings without a
+Both functions are pure and accept any subset of a state dict. They raise `ValueError` for settings without a
 counterpart.
 """
 

@@ -1,11 +1,7 @@
-"""Error for a setting of one format that the other cannot express."""
-
-
-class FormatError(ValueError):
-    """Lists all such settings with the reasons."""
+"""Report the settings of one format that the other cannot express."""
 
 
 def refuse(errors: list[str], from_format: str, to_format: str) -> None:
-    """Raise `FormatError` if there are any errors."""
+    """Raise `ValueError` with all errors, if there are any."""
     if errors:
-        raise FormatError(f"{from_format} can't be translated to {to_format}: {'; '.join(errors)}")
+        raise ValueError(f"{from_format} can't be translated to {to_format}: {'; '.join(errors)}")

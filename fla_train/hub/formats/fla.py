@@ -91,8 +91,7 @@ def to_ours(
         state: any subset of the state dict.
 
     Raises:
-        FormatError: with each setting that has no counterpart.
-        ValueError: settings contradict each other.
+        ValueError: with each setting that has no counterpart, or settings contradict each other.
     """
     model_type = TYPES[content["model_type"]]
     defaults = COMMON | model_type.defaults
@@ -123,7 +122,7 @@ def from_ours(
     """Return config.json and the state dict with which flash-linear-attention runs our model.
 
     Raises:
-        FormatError: with each setting that has no counterpart.
+        ValueError: with each setting that has no counterpart.
     """
     name, model_type = next(
         (name, model_type)
@@ -175,8 +174,6 @@ def _attention_to_ours(content: Mapping[str, Any], errors: list[str]) -> dict[st
             errors.append("attn.qkv_bias=True (here projections have no bias)")
         attention = "full_attention" if spec.get("window_size") is None else "sliding_attention"
         types |= dict.fromkeys(spec.get("layers", ()), attention)
-    if outside := types.keys() - range(content["num_hidden_layers"]):
-        errors.append(f"attn.layers={sorted(outside)} (num_hidden_layers={content['num_hidden_layers']})")
     for name, ours in ATTN_KEYS.items():
         values = {spec.get(name) for spec in specs} - {None}
         settings[ours] = max(values, default=None)

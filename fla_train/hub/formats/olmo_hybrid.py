@@ -73,8 +73,7 @@ def to_ours(
         state: any subset of the state dict.
 
     Raises:
-        FormatError: with each setting that has no counterpart.
-        ValueError: settings contradict each other.
+        ValueError: with each setting that has no counterpart, or settings contradict each other.
     """
     theirs = config_class(MODEL_TYPES[0]).from_dict(dict(content))
     rope = theirs.rope_parameters
@@ -114,7 +113,7 @@ def from_ours(
     """Return config.json and the state dict with which transformers' OLMo Hybrid runs our model.
 
     Raises:
-        FormatError: with each setting that has no counterpart.
+        ValueError: with each setting that has no counterpart.
     """
     ours = {name: getattr(config, name) for name in IMPLIED}
     ours["o_norm_eps"] = config.o_norm_eps or config.norm_eps

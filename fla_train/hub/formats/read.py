@@ -1,4 +1,4 @@
-"""Read a checkpoint of another library's format as a DeltaProduct model."""
+"""Load a checkpoint by its class, or one of another library's format as a DeltaProduct model."""
 
 from pathlib import Path
 from types import ModuleType
@@ -7,30 +7,57 @@ from typing import Any
 import torch
 from huggingface_hub import load_state_dict_from_file, snapshot_download
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
+import fla_train.models.auto  # noqa: F401  registers the models
 from fla_train.hub.card import PREFIX
-from fla_train.hub.formats.errors import FormatError
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.safe_files import read_json
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference; both may be sharded
 
 
-def load_translated(
-    source: Path | str, translation: ModuleType, dtype: torch.dtype | None = None
-) -> tuple[DeltaProductForCausalLM, dict[str, Any]]:
+def load_reported(
+    source: Path | str,
+    translation: ModuleType | None,
+    dtype: torch.dtype | None = None,
+    *,
+    mixer: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model of the checkpoint `source`, and transformers' report of missing weights.
 
     Args:
         source: a folder or a Hub name.
-        translation: a module of `FORMATS`.
+        translation: the module of `FORMATS` that reads it; None: its class does.
         dtype: of the weights; None: the stored one.
+        mixer, trust_remote_code: as for `load_model`.
 
     Raises:
-        FormatError: a setting or a weight has no counterpart.
-        ValueError, OSError, RuntimeError: config or weights can't be read, or do not match.
+        ValueError, OSError, RuntimeError: config or weights can't be read, or do not match, or one of them
+            has no counterpart.
     """
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        if translation is not None:
+            return _load_translated(source, translation, dtype)
+        return AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            **({} if mixer is None else {"mixer": mixer}),
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _load_translated(
+    source: Path | str, translation: ModuleType, dtype: torch.dtype | None
+) -> tuple[DeltaProductForCausalLM, dict[str, Any]]:
     content, _ = PreTrainedConfig.get_config_dict(source)
     folder, weights = _read_weights(source)
     prefix = content.pop(PREFIX, None)
@@ -46,7 +73,7 @@ def load_translated(
         ignore_mismatched_sizes=True,  # reported below
     )
     if wrong := sorted({*report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])}):
-        raise FormatError(f"its weights {', '.join(wrong[:3])} do not fit {type(model).__name__}")
+        raise ValueError(f"its weights {', '.join(wrong[:3])} do not fit {type(model).__name__}")
     model.config.name_or_path, model.config._commit_hash = str(source), content.get("_commit_hash")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

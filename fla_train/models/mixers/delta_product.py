@@ -93,8 +93,7 @@ class DeltaProductMixer(nn.Module):
         v = v.unflatten(-1, (num_householder, self.config.value_heads, self.config.head_v_dim))
         beta, g = self._gates(y["b"], y.get("a"), context.padding_mask)
 
-        q, k, v, beta, g = self.operator_inputs(q, k, v, beta, g)
-        o = self._recur(q, k, v, beta, g, context, cache)  # [B, T, HV, V]
+        o = self._recur(self.operator_inputs(q, k, v, beta, g), context, cache)  # [B, T, HV, V]
         return norm_project(self.o_norm, o, y.get("g"), self.o_proj)
 
     def operator_inputs(
@@ -160,14 +159,7 @@ class DeltaProductMixer(nn.Module):
         return convolved
 
     def _recur(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        g: Tensor | None,
-        context: SequenceContext,
-        cache: Cache | None,
+        self, inputs: Sequence[Tensor | None], context: SequenceContext, cache: Cache | None
     ) -> Tensor:
         """Run the operator over T tokens, or its one-token step if one token follows a state."""
         state = None if cache is None else cache.layers[self.layer_index].recurrent_states[0]
@@ -175,9 +167,9 @@ class DeltaProductMixer(nn.Module):
         if context.part is not None:
             options |= {"cu_seqlens": context.cu_seqlens, "recompute": self.config.recompute_operator}
             options |= {"part": context.part, "layer": self.layer_index}
-            return context_parallel_delta_product(q, k, v, beta, g, **options)
-        if state is not None and q.shape[1] == 1:
-            now = [None if tensor is None else tensor[:, 0] for tensor in (q, k, v, beta, g)]
+            return context_parallel_delta_product(*inputs, **options)
+        if state is not None and inputs[0].shape[1] == 1:
+            now = [None if tensor is None else tensor[:, 0] for tensor in inputs]
             o, final = delta_product_step(*now, state=state, **options)
             cache.update_recurrent_state(final, self.layer_index)
             return o[:, None]
@@ -186,11 +178,7 @@ class DeltaProductMixer(nn.Module):
             rows, state = state, state.new_zeros(len(context.cu_seqlens) - 1, *state.shape[1:])
             state[context.first_documents] = rows
         o, final = delta_product(
-            q,
-            k,
-            v,
-            beta,
-            g,
+            *inputs,
             initial_state=state,
             output_final_state=cache is not None,
             cu_seqlens=context.cu_seqlens,

@@ -51,7 +51,14 @@ def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
             f"the mixer is the Python class {config.mixer}, which is imported only if you also name it: set "
             f"mixer={config.mixer}, or trust_remote_code=true"
         )
-    return _imported(config.mixer)
+    path = config.mixer
+    try:
+        cls = import_class(path, nn.Module, "torch.nn.Module")
+    except ValueError as error:
+        raise MixerError(f"mixer {error}") from error
+    if "context" not in inspect.signature(cls.forward).parameters:
+        raise MixerError(f"mixer {path}: its method must be forward(self, x, context=None, cache=None)")
+    return cls
 
 
 def runs_operator(config: DeltaProductConfig) -> bool:
@@ -80,13 +87,3 @@ def check_output(mixer: str, output: object, shape: torch.Size) -> None:
     actual = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
     if actual != tuple(shape):
         raise MixerError(f"mixer {mixer}: forward must return a tensor {tuple(shape)}, not {actual}")
-
-
-def _imported(path: str) -> type[Mixer]:
-    try:
-        cls = import_class(path, nn.Module, "torch.nn.Module")
-    except ValueError as error:
-        raise MixerError(f"mixer {error}") from error
-    if "context" not in inspect.signature(cls.forward).parameters:
-        raise MixerError(f"mixer {path}: its method must be forward(self, x, context=None, cache=None)")
-    return cls

@@ -17,10 +17,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         ValueError: the package is missing, can't be imported, or has no such model.
     """
     if model_type in CONFIG_MAPPING_NAMES:  # an export would load as the class in transformers
-        raise ValueError(
-            f"model.model_type={model_type} is also a model type of transformers: use model=hf/any "
-            f"model.model_type={model_type}"
-        )
+        raise ValueError(f"model.model_type={model_type} is a model of transformers: use model=hf/any")
     classes = (value for _, value in inspect.getmembers(import_models(), inspect.isclass))
     configs = {c.model_type: c for c in classes if issubclass(c, PreTrainedConfig)}
     if model_type not in configs:

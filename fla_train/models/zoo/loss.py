@@ -79,44 +79,23 @@ class FusedLoss:
             return super().forward(*args, labels=labels, **inputs)
         targets = next_tokens(labels)
         divisor = target_count(targets, num_items_in_batch)
-        routed = getattr(self.config, "output_router_logits", False)
-        if self.config.model_type not in HEADS:
-            # The class's loss may ignore the divisor, and weights the balancing loss by micro-batches.
-            outputs = super().forward(*args, **(inputs | self._bounds(cu_seqlens)))
-            total = losses_of_logits(outputs.logits.flatten(0, 1), targets.flatten()).sum()
-            balance = outputs.aux_loss if routed else 0.0
-        else:
-            outputs = self._run_backbone(*args, cu_seqlens=cu_seqlens, **inputs)
-            hidden = outputs[0].flatten(0, 1)
-            if self._has_plain_head():
-                weight = self.get_output_embeddings().weight
-                total = linear_cross_entropy(hidden.to(matmul_dtype(hidden)), weight, targets.flatten())
-            else:
-                total = self._losses(hidden, targets.flatten()).sum()
-            if routed:
+        outputs, losses = self._losses(linear_cross_entropy, targets, *args, cu_seqlens=cu_seqlens, **inputs)
+        loss = losses.sum() / divisor
+        # The class's own loss weights the balancing loss by micro-batches.
+        if getattr(self.config, "output_router_logits", False):
+            balance = getattr(outputs, "aux_loss", None)
+            if balance is None:
                 balancing = sys.modules[type(self).__module__].load_balancing_loss_func
                 experts, mask = (self.num_experts, self.num_experts_per_tok), inputs.get("attention_mask")
                 balance = balancing(outputs.router_logits, *experts, mask)
-        loss = total / divisor
-        if routed:
             loss = loss + self.router_aux_loss_coef * balance * (targets != IGNORE).sum() / divisor
         return CausalLMOutput(loss=loss)
 
     @torch.no_grad()
     def token_losses(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return -log p(input_ids[:, t + 1] | input_ids[:, : t + 1]) at each t, in fp32 [B, T - 1]."""
-        inputs = {"input_ids": input_ids, "use_cache": False}
-        targets = next_tokens(input_ids).flatten()
-        if self.config.model_type not in HEADS:
-            logits = super().forward(**inputs, **self._bounds(cu_seqlens)).logits
-            losses = losses_of_logits(logits.flatten(0, 1), targets)
-        else:
-            hidden = self._run_backbone(**inputs, cu_seqlens=cu_seqlens)[0].flatten(0, 1)
-            if self._has_plain_head():
-                weight = self.get_output_embeddings().weight
-                losses = token_losses(hidden.to(matmul_dtype(hidden)), weight, targets)
-            else:
-                losses = self._losses(hidden, targets)
+        inputs = {"input_ids": input_ids, "use_cache": False, "cu_seqlens": cu_seqlens}
+        _, losses = self._losses(token_losses, next_tokens(input_ids), **inputs)
         return losses.view(input_ids.shape)[:, :-1]
 
     @torch.no_grad()
@@ -130,11 +109,44 @@ class FusedLoss:
         self.train(training)
         return bool((packed - alone).norm() < ROUNDING * alone.norm())
 
-    def _run_backbone(self, *args: Tensor, cu_seqlens: Tensor | None, **inputs: Any) -> ModelOutput:
-        """Run the backbone. Documents are packed only if the caller gives bounds or positions."""
+    def _losses(
+        self,
+        fused: Callable[[Tensor, Tensor, Tensor], Tensor],
+        targets: Tensor,
+        *args: Tensor,
+        cu_seqlens: Tensor | None,
+        **inputs: Any,
+    ) -> tuple[ModelOutput, Tensor]:
+        """Return the outputs of backbone or model, and the losses: those of `fused`, or [B T].
+
+        Documents are packed only if the caller gives bounds or positions.
+
+        Args:
+            fused: function of hidden states, weight and targets that replaces a plain head.
+            targets: [B, T].
+        """
         packed = cu_seqlens is not None or len(args) > 1 or inputs.get("position_ids") is not None
+        inputs, targets, head = (
+            inputs | self._bounds(cu_seqlens),
+            targets.flatten(),
+            self.get_output_embeddings(),
+        )
+        if self.config.model_type not in HEADS:
+            outputs = super().forward(*args, **inputs)
+            return outputs, losses_of_logits(outputs.logits.flatten(0, 1), targets)
         with nullcontext() if packed else whole_rows():
-            return self.base_model(*args, **(inputs | self._bounds(cu_seqlens)))
+            outputs = self.base_model(*args, **inputs)
+        hidden, change = outputs[0].flatten(0, 1), HEADS[self.config.model_type]
+        if change is None and is_plain(head):
+            return outputs, fused(hidden.to(matmul_dtype(hidden)), head.weight, targets)
+
+        def chunk_losses(hidden: Tensor, targets: Tensor) -> Tensor:
+            logits = head(hidden.to(head.weight.dtype)).float()
+            return losses_of_logits(logits if change is None else change(logits, self.config), targets)
+
+        rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
+        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+        return outputs, torch.cat([checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks])
 
     def _bounds(self, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
         """Return document bounds as the backbone accepts them: `cu_seqlens` for fla, otherwise positions."""
@@ -145,21 +157,6 @@ class FusedLoss:
         tokens = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
         starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
         return {"position_ids": (tokens - starts)[None]}
-
-    def _has_plain_head(self) -> bool:
-        return HEADS[self.config.model_type] is None and is_plain(self.get_output_embeddings())
-
-    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return [M] losses of hidden states [M, D] by the class's head, in chunks; 0 without a target."""
-        head, change = self.get_output_embeddings(), HEADS[self.config.model_type]
-
-        def losses(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = head(hidden.to(head.weight.dtype)).float()
-            return losses_of_logits(logits if change is None else change(logits, self.config), targets)
-
-        rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
-        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([checkpoint(losses, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 @contextmanager
