@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fla_train.hub.saved_config import read_saved
 from fla_train.models.build import architecture
-from fla_train.training.checkpoint import MODEL_FILE, step_of
+from fla_train.training.checkpoint import WEIGHTS, step_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import draw_losses
 from fla_train.training.plan import read_plan
@@ -160,7 +160,7 @@ class Run:
 
         plan = read_plan(self.files.plan)
         model = build_model(plan.config, plan.open_data(), fresh=True)
-        model.load_state_dict(load_file(folder / MODEL_FILE)["module"])
+        model.load_state_dict(load_file(folder / WEIGHTS))
         return model.to(device).eval()
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -17,7 +18,6 @@ from fla_train.bench.report import Report
 from fla_train.models import DeltaProductConfig
 from fla_train.training.config import TrainConfig
 from fla_train.training.launch import TrainingFailed, launch
-from fla_train.utils.scratch import scratch_folder
 
 # Two steps of one micro-batch per rank, with statistics in the second.
 SHORT = """
@@ -43,9 +43,9 @@ def run(options: Precompile, report: Report, compose: Compose) -> None:
     start, folder = time.monotonic(), options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TRITON_CACHE_DIR"] = str(folder)
-    with scratch_folder("fla-train-precompile-") as scratch:
+    with TemporaryDirectory(prefix="fla-train-precompile-") as scratch:
         try:
-            launch(compose([*options.overrides, *_short(compose(options.overrides), scratch)]))
+            launch(compose([*options.overrides, *_short(compose(options.overrides), Path(scratch))]))
         except TrainingFailed as failure:
             raise ValueError(f"the run that compiles has failed: {failure}") from None
     kernels = len(list(folder.rglob("*.cubin")))

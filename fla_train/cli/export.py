@@ -8,6 +8,7 @@ fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -51,7 +52,6 @@ def task(config: DictConfig) -> int:
     from fla_train.hub.paths import own_name
     from fla_train.hub.push import check_repo_id, push
     from fla_train.utils.device import pick_dtype
-    from fla_train.utils.scratch import scratch_folder
 
     settings: ExportConfig = OmegaConf.to_object(config)
     if not settings.checkpoint:
@@ -64,7 +64,8 @@ def task(config: DictConfig) -> int:
     origin, dtype = folder, pick_dtype(settings.dtype)
     with ExitStack() as stack:
         if dtype is not None or (settings.format and settings.format != stored_format(folder)):
-            target = settings.output or stack.enter_context(scratch_folder("fla-export-")) / own_name(folder)
+            scratch = stack.enter_context(TemporaryDirectory(prefix="fla-export-"))
+            target = settings.output or Path(scratch, own_name(folder))
             folder = convert_export(folder, target, settings.format, dtype=dtype, mixer=settings.mixer)
         elif not isinstance(folder, Path):
             raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")

@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
@@ -12,7 +13,6 @@ from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from fla_train.hub.checksums import CARD, REMEDY, find_export_damage, visible_files
 from fla_train.hub.paths import own_name
 from fla_train.utils.hub_names import is_hub_name
-from fla_train.utils.scratch import scratch_folder
 
 HTTPError = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever this huggingface_hub uses
 ACCESS = (401, 403, 404)  # statuses that reject a token or a name
@@ -78,7 +78,8 @@ def push(
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        with scratch_folder("fla-push-") as staged:
+        with TemporaryDirectory(prefix="fla-push-") as scratch:
+            staged = Path(scratch)
             for file in names:
                 (staged / file).parent.mkdir(parents=True, exist_ok=True)
                 (staged / file).symlink_to((folder / file).absolute())

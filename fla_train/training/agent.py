@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from fla_train.training.config import LaunchConfig
-from fla_train.training.failures import describe_exit
+from fla_train.training.failures import TrainingFailed, describe_exit
 from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.process_group import (
@@ -67,19 +67,6 @@ LONGEST_FINISH = 7 * 24 * 3600.0
 LONGEST_DEATH = 30.0
 
 
-class WorkersFailed(RuntimeError):
-    """Report that workers failed with no restart left, or that machines did not join.
-
-    Attributes:
-        rank: rank of the worker that failed first, if a worker failed.
-        final: whether the same command would fail again.
-    """
-
-    def __init__(self, line: str, rank: int | None = None, final: bool = False):
-        super().__init__(line)
-        self.rank, self.final = rank, final
-
-
 def run_workers(
     arguments: Sequence[str],
     launch: LaunchConfig,
@@ -101,7 +88,7 @@ def run_workers(
         began: Unix time from which the first workers count their startup; None: now.
 
     Raises:
-        WorkersFailed: no restart is left, or machines did not join.
+        TrainingFailed: no restart is left, or machines did not join.
         Preempted: the workers have saved a checkpoint, or failed while saving it.
         KeyboardInterrupt: on a second Ctrl-C; the workers have been killed.
         ValueError: other machines cannot reach `launch.main_process_ip`.
@@ -130,20 +117,20 @@ def run_workers(
             except RendezvousTimeoutError:
                 # Torch has no public name for the machines that waited. This one has just been removed.
                 joined = len(rendezvous._state_holder.state.participants) + 1
-                raise WorkersFailed(
+                raise TrainingFailed(
                     f"{joined} of {launch.num_machines} machines joined at {address} {within}"
                 ) from None
             except RendezvousClosedError:
-                raise WorkersFailed("another machine has ended the run: see its output") from None
+                raise TrainingFailed("another machine has ended the run: see its output") from None
             except RendezvousConnectionError:
                 if agent is not None and agent.begun:
-                    restarts = agent.restarts_left() - 1
+                    restarts = agent._remaining_restarts - 1
                     if restarts < 0:
-                        raise WorkersFailed(f"the machine that serves {address} has gone") from None
+                        raise TrainingFailed(f"the machine that serves {address} has gone") from None
                     log(f"restart      waiting for the machine that serves {address}")
                     deadline = time.monotonic() + launch.rendezvous_timeout
                 elif time.monotonic() > deadline:
-                    raise WorkersFailed(f"no store answers at {address} {within}") from None
+                    raise TrainingFailed(f"no store answers at {address} {within}") from None
                 time.sleep(RETRY)
 
 
@@ -214,10 +201,7 @@ class Agent(SimpleElasticAgent):
         # Step of the newest checkpoint when the workers started.
         self._step = 0
         self._stopped, self.begun = False, False
-        self._failure: WorkersFailed | None = None
-
-    def restarts_left(self) -> int:
-        return self._remaining_restarts
+        self._failure: TrainingFailed | None = None
 
     def run_to_end(self) -> None:
         """Run the workers until they have ended on all machines. Raise as `run_workers`."""
@@ -292,28 +276,22 @@ class Agent(SimpleElasticAgent):
         self._stopped = any(codes)
         return RunResult(WorkerState.SUCCEEDED, {w.global_rank: None for w in worker_group.workers})
 
-    def _first(self, failed: dict[int, int]) -> WorkersFailed:
+    def _first(self, failed: dict[int, int]) -> TrainingFailed:
         """Return the earliest failure, by error files. A killed worker leaves none and makes the others fail.
 
         Args:
             failed: exit codes by local rank.
         """
-
-        def when(rank: int) -> float:
-            if failed[rank] < 0:
-                return 0.0
-            file = self._error_file(rank)
-            return file.stat().st_mtime if file.is_file() else math.inf
-
-        first = min(failed, key=when)
-        if 0 < when(first) < math.inf:
-            line = json.loads(self._error_file(first).read_text())["message"]
-        else:
-            line = describe_exit(failed[first])
+        files = {rank: self._error_file(rank) for rank in failed if self._error_file(rank).is_file()}
+        times = {rank: file.stat().st_mtime for rank, file in files.items()}
+        first = min(failed, key=lambda rank: 0.0 if failed[rank] < 0 else times.get(rank, math.inf))
+        line = describe_exit(failed[first])
+        if first in files:
+            line = json.loads(files[first].read_text())["message"]
         rank = self._worker_group.workers[first].global_rank
-        return WorkersFailed(f"rank {rank}: {line}", rank, final=failed[first] == FINAL)
+        return TrainingFailed(f"rank {rank}: {line}", rank, final=failed[first] == FINAL)
 
-    def _plan_restart(self, failure: WorkersFailed) -> None:
+    def _plan_restart(self, failure: TrainingFailed) -> None:
         self._failure = failure
         limit = self._launch.max_restarts
         if failure.final or self._signals.requested:

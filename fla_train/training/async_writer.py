@@ -13,6 +13,7 @@ writes the manifest and renames the folder. It gives up when its trainer sends t
 import hashlib
 import json
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -36,7 +37,7 @@ from fla_train.utils.processes import die_with_parent, module_command
 if TYPE_CHECKING:
     from fla_train.utils.staging_buffer import Segment  # imports torch
 
-# Bytes that are read, hashed and written at once. They stay in the cache of a core.
+# Bytes that are hashed and written at once. They stay in the cache of a core.
 CHUNK = 1 << 20
 # Seconds within which a shared file system must show rank 0 the files of another rank.
 VISIBLE = 120.0
@@ -135,7 +136,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
         The result of `CheckpointStore.prune`.
 
     Raises:
-        WriteFailed: no checkpoint was written; this rank's files of it have been deleted.
+        WriteFailed: no checkpoint was written; rank 0 has deleted the files of it.
         EOFError: the trainer has ended.
     """
     folder, name = Path(job.folder), checkpoint.folder_name(job.content["step"])
@@ -143,19 +144,17 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
     try:
         if job.rank == 0:
             checkpoint.CheckpointStore(folder).clean(keep=job.attempt)
-        for path in (writing, writing / checkpoint.DEEPSPEED_TAG):
-            path.mkdir(exist_ok=True)
+        writing.mkdir(exist_ok=True)
+        sources = memoryview(beside), memoryview(mmap.mmap(staging, 0, prot=mmap.PROT_READ))
         with ThreadPoolExecutor(len(job.files)) as pool:
-            entries = pool.map(
-                lambda file: _write_file(writing / file, job.files[file], staging, beside), job.files
-            )
+            entries = pool.map(lambda file: _write_file(writing / file, job.files[file], sources), job.files)
             files = dict(zip(job.files, entries, strict=True))
         if job.rank:
-            _leave_part(writing, job.rank, {"files": files})
+            sync(writing)
+            write_whole(_part(writing, job.rank), json.dumps(files))
             return None
         files |= _collect_parts(writing, job.content["world_size"], trainer)
         checkpoint.write_manifest(writing, {**job.content, "files": dict(sorted(files.items()))})
-        sync(writing / checkpoint.DEEPSPEED_TAG)
         sync(writing)
         # Replace the remains of a corrupt checkpoint of the same step.
         move_folder(writing, folder / name)
@@ -167,47 +166,34 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
         error = str(failure) if isinstance(failure, WriteFailed) else f"rank {job.rank}: {reason(failure)}"
         if job.rank == 0:
             shutil.rmtree(writing, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                for file in job.files:
-                    (writing / file).unlink(missing_ok=True)
-                _leave_part(writing, job.rank, {"error": error})
         raise WriteFailed(error) from failure
     return checkpoint.CheckpointStore(folder).prune(folder / name, job.keep, job.keep_every)
 
 
-def _write_file(path: Path, segments: "Sequence[Segment]", staging: int, beside: bytes) -> dict[str, Any]:
-    """Write a file and flush it to disk. Return its manifest entry, hashed from the written bytes."""
-    digest, size, chunk = hashlib.sha256(), 0, memoryview(bytearray(CHUNK))
+def _write_file(
+    path: Path, segments: "Sequence[Segment]", sources: tuple[memoryview, memoryview]
+) -> dict[str, Any]:
+    """Write a file and flush it to disk. Return its manifest entry, hashed from the written bytes.
+
+    Args:
+        sources: the separate bytes, and the staging buffer.
+    """
+    digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-
-        def put(data: memoryview) -> None:
-            nonlocal size
-            digest.update(data)
-            size += len(data)
-            while data:
-                data = data[file.write(data) :]
-
         for staged, begin, length in segments:
-            if not staged:
-                put(memoryview(beside)[begin : begin + length])
-                continue
-            for offset in range(begin, begin + length, CHUNK):
-                part = chunk[: min(CHUNK, begin + length - offset)]
-                read = os.preadv(staging, [part], offset)
-                assert read == len(part), "the staging buffer is shorter than its content"
-                put(part)
+            segment = sources[staged][begin : begin + length]
+            assert len(segment) == length, "the staging buffer is shorter than its content"
+            for offset in range(0, length, CHUNK):
+                chunk = segment[offset : offset + CHUNK]
+                digest.update(chunk)
+                while chunk:
+                    chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": sum(length for *_, length in segments), "sha256": digest.hexdigest()}
 
 
 def _part(writing: Path, rank: int) -> Path:
     return writing / f"part-{rank}.json"
-
-
-def _leave_part(writing: Path, rank: int, part: Mapping[str, Any]) -> None:
-    sync(writing / checkpoint.DEEPSPEED_TAG)
-    write_whole(_part(writing, rank), json.dumps(part))
 
 
 def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[str, dict]:
@@ -227,10 +213,7 @@ def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[
             )
         for rank in list(missing):
             with suppress(FileNotFoundError):
-                part = json.loads(_part(writing, rank).read_text())
-                if "error" in part:
-                    raise WriteFailed(part["error"])
-                files |= part["files"]
+                files |= json.loads(_part(writing, rank).read_text())
                 missing.remove(rank)
         if missing and trainer.poll(POLL):
             if error := json.loads(trainer.recv_bytes())["error"]:

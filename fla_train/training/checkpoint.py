@@ -2,11 +2,11 @@
 
     checkpoints/.writing-step-0000100-.../  while it is written; never read
     checkpoints/step-0000100/
-        manifest.json                       step, tokens, world size, versions; size and sha256 of each file
+        manifest.json                       step, world size; size and sha256 of each file
         state.json                          TrainState
-        rng-0.pt rng-1.pt ...               random states, one file per rank
-        features-0.pt ...                   state of each rank's features and callbacks
-        deepspeed/                          weights and the ZeRO-2 partition of each rank
+        weights.pt                          the model's state dict
+        rank-0.pt rank-1.pt ...             of each rank: its ZeRO-2 partition of the optimizer state, its
+                                            random states, and the states of its features and callbacks
 
 A checkpoint is complete or absent: `async_writer.py` renames the folder once every file is on disk.
 
@@ -21,33 +21,22 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from fla_train.utils.errors import described
 from fla_train.utils.filesystem import DELETING, delete, find_damage, reason, remove_folder, sync
-from fla_train.utils.safe_files import check_fields, read_dataclass, read_json
+from fla_train.utils.safe_files import check_fields, read_json
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
-MANIFEST_FIELDS = {
-    **dict.fromkeys(("step", "tokens", "world_size"), int),
-    "versions": dict[str, str],
-    "files": dict[str, dict[str, int | str]],
-}
-STATE = "state.json"
-DEEPSPEED_TAG = "deepspeed"
-MODEL_FILE = f"{DEEPSPEED_TAG}/mp_rank_00_model_states.pt"
-OPTIMIZER_FILE = f"{DEEPSPEED_TAG}/zero_pp_rank_{{rank}}_mp_rank_00_optim_states.pt"
-RANDOM_FILE = "rng-{rank}.pt"
-FEATURES_FILE = "features-{rank}.pt"
-# DeepSpeed's names in an optimizer file: a rank's ZeRO-2 state, and in it the fp32 partitions of the weights
-SHARD, MASTERS = "optimizer_state_dict", "single_partition_of_fp32_groups"
+MANIFEST_FIELDS = {"step": int, "world_size": int, "files": dict[str, dict[str, int | str]]}
+STATE, WEIGHTS = "state.json", "weights.pt"
 WRITING = ".writing-"
 NAME = re.compile(r"step-\d{7,}")
 
@@ -75,7 +64,9 @@ def folder_name(step: int) -> str:
 
 def read_state(folder: Path) -> TrainState:
     """Read the state. Raise `ValueError` if it is damaged or has fields of another version."""
-    return read_dataclass(TrainState, folder / STATE)
+    content = read_json(folder / STATE)
+    check_fields(content, get_type_hints(TrainState), folder / STATE)
+    return TrainState(**content)
 
 
 def world_size(checkpoint: Path) -> int:
@@ -83,17 +74,16 @@ def world_size(checkpoint: Path) -> int:
     return read_manifest(checkpoint)["world_size"]
 
 
-def rank_files(rank: int) -> list[str]:
-    """Return the names of the files that `rank` writes, without the manifest, which rank 0 writes last."""
-    files = [name.format(rank=rank) for name in (OPTIMIZER_FILE, RANDOM_FILE, FEATURES_FILE)]
-    return [STATE, MODEL_FILE, *files] if rank == 0 else files
+def rank_file(rank: int) -> str:
+    """Return the name of the file that each rank writes. Rank 0 also writes STATE, WEIGHTS and MANIFEST."""
+    return f"rank-{rank}.pt"
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the validated content of a checkpoint's manifest, which may come from a stranger.
 
     Returns:
-        step, tokens, world_size; versions: package -> version; files: name -> result of `describe`.
+        step, world_size; files: name -> result of `describe`.
 
     Raises:
         ValueError: the manifest is missing or damaged; one line names the problem.
@@ -113,7 +103,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} is damaged: {described(error)}") from error
     if not 1 <= ranks <= len(files):  # also bounds the work for a stranger's number
         raise ValueError(f"{MANIFEST} is damaged: world_size is {ranks}, with {len(files)} files")
-    expected = {name for rank in range(ranks) for name in rank_files(rank)}
+    expected = {STATE, WEIGHTS, *map(rank_file, range(ranks))}
     if differing := sorted(expected ^ files.keys()):
         raise ValueError(f"{MANIFEST} does not list what {ranks} rank(s) write: {differing[0][:40]!r}")
     if NAME.fullmatch(checkpoint.name) and step != step_of(checkpoint.name):
@@ -151,7 +141,7 @@ def find_error(checkpoint: Path, run: str | None = None) -> str | None:
         state = read_state(checkpoint)
     except (KeyError, OSError, ValueError) as failure:
         return str(failure)
-    if (state.step, state.tokens) != (manifest["step"], manifest["tokens"]):
+    if state.step != manifest["step"]:
         return f"{MANIFEST} is of step {manifest['step']}, {STATE} of step {state.step}"
     return None if run in (None, state.run) else "another run has written it"
 
@@ -181,12 +171,10 @@ class CheckpointStore:
         if resume == "none":
             return None
         for checkpoint in reversed(self.list()):
-            try:
+            with suppress(OSError, ValueError):
                 state = read_state(checkpoint)
-            except (OSError, ValueError):
-                continue
-            if self._run in (None, state.run) and resume in ("auto", state.config.get("trainer.resume")):
-                return checkpoint, state
+                if self._run in (None, state.run) and resume in ("auto", state.config.get("trainer.resume")):
+                    return checkpoint, state
         if resume == "auto":
             return None
         if not (Path(resume) / MANIFEST).is_file():
@@ -216,9 +204,16 @@ class CheckpointStore:
                     "trainer.resume=auto to resume it, or another run.dir"
                 )
             return None
-        newest = None if resume == "auto" else self.newest_state(resume)
-        if newest and (newest[0] == Path(resume) or newest[0] not in present):
-            return self._choose_named(Path(resume), present)
+        if resume != "auto" and self.newest_state(resume)[0] == Path(resume):
+            if error := find_error(Path(resume)):
+                raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {error}")
+            if present and step_of(present[-1].name) > read_manifest(Path(resume))["step"]:
+                # A later `auto` would treat this checkpoint as one of this run.
+                raise ValueError(
+                    f"{self.folder} holds {present[-1].name}, which comes after {resume}: use "
+                    "trainer.resume=auto to resume from it, or another run.dir"
+                )
+            return Path(resume)
         for checkpoint in reversed(present):
             error = find_error(checkpoint, self._run)
             if error is None:
@@ -227,18 +222,6 @@ class CheckpointStore:
         if present:
             raise ValueError(f"no checkpoint in {self.folder} is intact: delete it to start again")
         return None
-
-    def _choose_named(self, checkpoint: Path, present: Sequence[Path]) -> Path:
-        if error := find_error(checkpoint):
-            raise ValueError(f"trainer.resume={checkpoint} is not an intact checkpoint: {error}")
-        step = read_manifest(checkpoint)["step"]
-        if later := [path.name for path in present if step_of(path.name) > step]:
-            # A later `auto` would treat these checkpoints as checkpoints of this run.
-            raise ValueError(
-                f"{self.folder} holds {later[-1]}, which comes after {checkpoint}: use "
-                "trainer.resume=auto to resume from it, or another run.dir"
-            )
-        return checkpoint
 
     def clean(self, keep: str = "") -> None:
         """Delete half-written and half-deleted folders except `keep`. The caller holds the run's lock."""

@@ -8,52 +8,19 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from torch import Tensor
 
 from fla_train.training.async_writer import AsyncWriter, Job
-from fla_train.training.checkpoint import (
-    DEEPSPEED_TAG,
-    FEATURES_FILE,
-    MASTERS,
-    OPTIMIZER_FILE,
-    RANDOM_FILE,
-    SHARD,
-    STATE,
-    WRITING,
-    TrainState,
-    folder_name,
-    rank_files,
-)
-from fla_train.training.deepspeed_patches import files_through
+from fla_train.training.checkpoint import STATE, WEIGHTS, WRITING, TrainState, folder_name, rank_file
 from fla_train.training.failures import TrainingStopped
+from fla_train.training.load_checkpoint import fragments_of
 from fla_train.utils.filesystem import reason
 from fla_train.utils.random_states import random_states
 from fla_train.utils.staging_buffer import StagingBuffer
-
-# Bytes of a checkpoint besides weights and optimizer state, including gaps between tensors.
-BESIDES = 1 << 20
-VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
-
-
-class _Capture(TorchCheckpointEngine):
-    """Collect the files that DeepSpeed would save: content by name, with the engine's tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.files: dict[str, object] = {}
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: no folder is written."""
-
-    def save(self, state_dict: dict, path: str) -> None:
-        self.files[f"{DEEPSPEED_TAG}/{Path(path).name}"] = state_dict
 
 
 class CheckpointManager:
@@ -80,7 +47,6 @@ class CheckpointManager:
         self._keep, self._keep_every = keep, keep_every
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         folder.mkdir(parents=True, exist_ok=True)
-        self._versions = {name: version(name) for name in VERSIONS}
         self._staging = StagingBuffer()
         self._writer: AsyncWriter | None = None
         self._job: tuple[Job, bytes] | None = None  # passed to the writer once the copy is complete
@@ -93,14 +59,6 @@ class CheckpointManager:
         self._run = self._gather(secrets.token_hex(4))[0]
         self._attempts = count()
         self._hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: self.finish_copy())
-
-    def reserve(self) -> None:
-        """Allocate host memory for the first save in the background. Call it after an optimizer step."""
-        tensors = [x for state in self._engine.optimizer.optimizer.state.values() for x in state.values()]
-        if self._rank == 0:  # rank 0 also saves the model
-            tensors += self._engine.module.state_dict().values()
-        size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
-        self._staging.reserve(size + BESIDES)
 
     def save(self, state: TrainState, features: Mapping[str, Any] | None = None) -> float:
         """Start to save a checkpoint of the current state. Return the seconds for which training paused.
@@ -115,12 +73,9 @@ class CheckpointManager:
         self._wait()
         self._step, self._error, self._agreed, self._reported = state.step, None, False, False
         attempt = f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}"
-        files = self._capture(state) | {FEATURES_FILE.format(rank=self._rank): dict(features or {})}
-        assert files.keys() == set(rank_files(self._rank)), f"DeepSpeed saves other files: {sorted(files)}"
         try:
-            segments, beside = self._staging.stage(files)
-            content = {"step": state.step, "tokens": state.tokens}
-            content |= {"world_size": self._world, "versions": self._versions}
+            segments, beside = self._staging.stage(self._content(state, features or {}))
+            content = {"step": state.step, "world_size": self._world}
             job = Job(str(self._folder), attempt, self._rank, segments, content, self._keep, self._keep_every)
             self._job = job, beside
             if self._writer is None or self._writer.process.poll() is not None:
@@ -162,17 +117,21 @@ class CheckpointManager:
             self._writer.close()
         self._staging.close()
 
-    def _capture(self, state: TrainState) -> dict[str, object]:
-        """Return this rank's files: name -> content, whose tensors are the engine's."""
-        capture = _Capture()
-        with files_through(self._engine, capture):
-            self._engine.save_checkpoint("nowhere", tag=DEEPSPEED_TAG, save_latest=False)
-        # Omit the fp32 masters, because the model's file holds the same weights in fp32. That saves 4 of 16
-        # bytes per parameter.
-        del capture.files[OPTIMIZER_FILE.format(rank=self._rank)][SHARD][MASTERS]
-        files = capture.files | {RANDOM_FILE.format(rank=self._rank): random_states()}
+    def _content(self, state: TrainState, features: Mapping[str, Any]) -> dict[str, object]:
+        """Return this rank's files: name -> content, whose tensors are the engine's.
+
+        The fp32 masters are left out, because the weights are fp32 too.
+        """
+        own = {
+            "optimizer": self._engine.optimizer.optimizer.state_dict(),
+            "fragments": fragments_of(self._engine),
+            "random": random_states(),
+            "features": dict(features),
+        }
+        files: dict[str, object] = {rank_file(self._rank): own}
         if self._rank == 0:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()
+            files[WEIGHTS] = self._engine.module.state_dict()
         return files
 
     def finish_copy(self) -> None:

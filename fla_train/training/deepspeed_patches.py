@@ -156,20 +156,3 @@ def wait_on_stream(zero) -> Iterator[None]:
         yield
     finally:
         del accelerator.synchronize
-
-
-@contextmanager
-def files_through(engine, checkpoint_engine) -> Iterator[None]:
-    """Save and load the files of `engine` through `checkpoint_engine` inside the `with` block.
-
-    DeepSpeed's default loads pickles without `weights_only=True`, and no setting changes it. The block also
-    keeps DeepSpeed from writing its recovery script.
-    """
-    usual = engine.checkpoint_engine
-    engine.checkpoint_engine = checkpoint_engine
-    engine._copy_recovery_script = lambda folder: None
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = usual
-        del engine._copy_recovery_script

@@ -5,7 +5,6 @@ This module does not import torch, not even indirectly, so that it can describe 
 
 import re
 import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fla_train.utils.errors import Interrupted
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from fla_train.training.config import TrainConfig
 
 # Messages about exhausted memory of torch, cuBLAS, NCCL and the system, which use various classes.
-OUT_OF_GPU_MEMORY = "out of GPU memory"
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
 )
@@ -24,6 +22,19 @@ ALLOCATION = re.compile(r"\ballocate ([\d.]+ [KMGT]iB)")
 
 class TrainingStopped(RuntimeError):
     """Report to the user that training cannot continue, and would fail again after a restart."""
+
+
+class TrainingFailed(RuntimeError):
+    """Report that training started and did not finish, in one message for the user.
+
+    Attributes:
+        rank: rank of the worker that failed first, if a worker failed.
+        final: whether the same command would fail again.
+    """
+
+    def __init__(self, line: str, rank: int | None = None, final: bool = False):
+        super().__init__(line)
+        self.rank, self.final = rank, final
 
 
 def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:
@@ -69,7 +80,7 @@ def _out_of_memory(failure: BaseException) -> str | None:
 
 def _of_memory(text: str, config: "TrainConfig | None") -> str:
     on_gpu = GPU.search(text) is not None
-    line = OUT_OF_GPU_MEMORY if on_gpu else "out of host memory"
+    line = "out of GPU memory" if on_gpu else "out of host memory"
     if size := ALLOCATION.search(text):
         line += f" (tried to allocate {size[1]})"
     if config is None:
@@ -79,30 +90,8 @@ def _of_memory(text: str, config: "TrainConfig | None") -> str:
             "give the job more of it; checkpoints are staged there, 12 bytes per parameter over all ranks"
         )
         return f"{line}: {advice}"
-    return f"{line}: set {', or '.join(_savings(config))}"
-
-
-def _savings(config: "TrainConfig") -> Iterator[str]:
-    """Yield the settings that lower peak memory, the least costly first.
-
-    Only a shorter sequence changes the batch.
-    """
-    trainer, size = config.trainer, config.trainer.micro_batch_size
-    if trainer.cuda_graph:
-        yield "trainer.cuda_graph=false (now true)"
-    if size > 1:
-        half = next(divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0)
-        # A smaller micro-batch needs accumulation, which a CUDA graph excludes.
-        graph = "trainer.cuda_graph=false with " if trainer.cuda_graph else ""
-        yield f"{graph}trainer.micro_batch_size={half} (now {size})"
-    now = trainer.activation_checkpointing
-    if not now and config.launch.context_parallel == 1:
-        yield "trainer.activation_checkpointing=selective (now false)"
-    if now is not True:
-        yield f"trainer.activation_checkpointing=true (now {str(now).lower()})"
-    if config.model.get("recompute_operator") is False:
-        yield "model.recompute_operator=true (now false)"
-    if size == 1:
-        yield f"a shorter trainer.seq_len (now {trainer.seq_len})"
-        processes = config.launch.num_processes
-        yield f"a larger launch.num_processes (now {processes}): ZeRO-2 shards the optimizer over the GPUs"
+    return (
+        f"{line}: lower trainer.micro_batch_size (now {config.trainer.micro_batch_size}), set "
+        f"trainer.activation_checkpointing=true (now {str(config.trainer.activation_checkpointing).lower()}) "
+        f"or raise launch.num_processes (now {config.launch.num_processes}); docs/hardware.md lists more"
+    )

@@ -6,14 +6,16 @@ import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from fla_train.hub.pushes import HubPushes
 from fla_train.models.build import architecture, build_model_config, is_zoo
 from fla_train.training import worker
-from fla_train.training.agent import WorkersFailed, run_workers
+from fla_train.training.agent import run_workers
 from fla_train.training.checkpoint import step_of
 from fla_train.training.config import TrainConfig
+from fla_train.training.failures import TrainingFailed
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, plan_lines
 from fla_train.training.preemption import Preempted, StopRequest
@@ -25,20 +27,7 @@ from fla_train.utils.import_class import named_classes
 from fla_train.utils.overrides import assign
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_rank
-from fla_train.utils.scratch import scratch_folder
 from fla_train.utils.timeline import BEGAN, Timeline
-
-
-class TrainingFailed(RuntimeError):
-    """Report that training started and did not finish, in one message for the user.
-
-    Attributes:
-        final: whether the same command would fail again.
-    """
-
-    def __init__(self, line: str, final: bool = False):
-        super().__init__(line)
-        self.final = final
 
 
 def launch(request: TrainConfig) -> RunFolder | None:
@@ -73,8 +62,8 @@ def launch(request: TrainConfig) -> RunFolder | None:
         timeline = Timeline(began)
         timeline.mark("launcher")
         worker.run(plan, StopRequest(), timeline)
-    with scratch_folder("fla-train-") as scratch:
-        file = scratch / folder.plan.name
+    with TemporaryDirectory(prefix="fla-train-", ignore_cleanup_errors=True) as scratch:
+        file = Path(scratch, folder.plan.name)
         file.write_text(plan.to_json())
         try:
             run_workers(
@@ -82,13 +71,13 @@ def launch(request: TrainConfig) -> RunFolder | None:
                 plan.config.launch,
                 newest_step=lambda: max((step_of(path.name) for path in folder.store.list()), default=0),
                 run=str(folder.root),
-                scratch=scratch,
+                scratch=Path(scratch),
                 began=began,
             )
-        except WorkersFailed as failure:
+        except TrainingFailed as failure:
             logged = failure.rank is not None and folder.log(failure.rank).is_file()
             details = f" (details in {folder.log(failure.rank)})" if logged else ""
-            raise TrainingFailed(f"{failure}{details}", failure.final) from None
+            raise TrainingFailed(f"{failure}{details}", failure.rank, failure.final) from None
         except Preempted:
             classes = named_classes(asdict(plan.config))
             options = [f"run.dir={folder.root}", *(assign(*item) for item in classes.items())]

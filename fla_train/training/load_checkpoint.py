@@ -1,8 +1,8 @@
 """Load a checkpoint into an engine: read its files without running code, and reshard the optimizer state.
 
 A pickle can call any function while it is read, and a checkpoint may come from someone else. Its checksums
-only prove that nobody changed it after it was written. Files may therefore hold only tensors, plain values
-and the types in ALLOWED.
+only prove that nobody changed it after it was written. Files may therefore hold only tensors and plain
+values.
 
 Resharding: ZeRO-2 flattens each parameter group and gives every rank an equal partition of it. A checkpoint
 holds, for each rank, the partitions of Adam's moments (of Muon's momentum) and a map from parameter to
@@ -21,31 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from fla_train.training.callback import Callback
-from fla_train.training.checkpoint import (
-    DEEPSPEED_TAG,
-    FEATURES_FILE,
-    OPTIMIZER_FILE,
-    RANDOM_FILE,
-    SHARD,
-    TrainState,
-    read_state,
-    world_size,
-)
-from fla_train.training.deepspeed_patches import files_through
+from fla_train.training.checkpoint import WEIGHTS, TrainState, rank_file, read_state, world_size
 from fla_train.utils.random_states import set_random_states
 
-# Types in DeepSpeed's optimizer files.
-ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
-# DeepSpeed's names in a rank's ZeRO-2 state.
-ADAM = "base_optimizer_state"
-FRAGMENTS = "param_slice_mappings"
+# Fragments of one rank and parameter group by parameter: start and numel in the rank's partition.
+Fragments = Mapping[str, tuple[int, int]]
 
 
 def load_checkpoint(engine, folder: Path) -> TrainState:
@@ -59,25 +42,43 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
         ValueError: a file holds more than tensors and plain values.
         RuntimeError: it belongs to another model.
     """
-    saved = world_size(folder)
-    same = saved == dist.get_world_size()
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    with files_through(engine, SafeCheckpointEngine()):
-        path, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_optimizer_states=same)
-    assert path is not None, f"DeepSpeed found nothing in {folder}"
-    if not same:
-        load_resharded_optimizer(engine, folder, saved)
+    engine.module.load_state_dict(load_file(folder / WEIGHTS))
+    optimizer, rank, shards = engine.optimizer.optimizer, dist.get_rank(), _read_shards(folder)
+    fragments: list[Sequence[Fragments]] = [()] * dist.get_world_size()
+    dist.all_gather_object(fragments, fragments_of(engine))
+    nearest, state = rank % len(shards), {}
+    for group, parameters in enumerate(optimizer.param_groups):
+        saved = [shard["optimizer"]["state"].get(group) for shard in shards]
+        if saved[nearest] is None:
+            continue
+        size = parameters["params"][0].numel()  # size of this rank's partition, including padding
+        before = [shard["fragments"][group] for shard in shards]
+        after = [layout[group] for layout in fragments]
+        elements = max(start + numel for start, numel in before[0].values())
+        state[group] = {
+            # Step counts are equal on all ranks. They are copied, since mapped files may be deleted.
+            key: reshard([part[key] for part in saved], before, after, rank, size)
+            if isinstance(value, Tensor) and value.numel() >= elements
+            else deepcopy(value)
+            for key, value in saved[nearest].items()
+        }
     # A custom optimizer may keep state in its groups, so only the configured settings come from `engine`.
-    kept = getattr(engine.optimizer.optimizer, "configured", None)
-    for group, settings_now in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update({k: v for k, v in settings_now.items() if kept is None or k in kept})
+    kept = getattr(optimizer, "configured", None)
+    settings = [
+        {name: value for name, value in group.items() if name != "params" and (kept is None or name in kept)}
+        for group in optimizer.param_groups
+    ]
+    groups = shards[nearest]["optimizer"]["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for group, settings_now in zip(optimizer.param_groups, settings, strict=True):
+        group.update(settings_now)
     return read_state(folder)
 
 
 def load_random_states(folder: Path) -> None:
     """Restore this rank's random states. A rank beyond the saved ones uses those of a saved one."""
-    rank = dist.get_rank() % world_size(folder)
-    set_random_states(load_file(folder / RANDOM_FILE.format(rank=rank)))
+    shards = _read_shards(folder)
+    set_random_states(shards[dist.get_rank() % len(shards)]["random"])
 
 
 def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str], None]) -> None:
@@ -86,8 +87,7 @@ def load_features(features: Sequence[Callback], folder: Path, log: Callable[[str
     Raises:
         ValueError: a file holds more than tensors and plain values.
     """
-    files = [folder / FEATURES_FILE.format(rank=rank) for rank in range(world_size(folder))]
-    saved = [load_file(file, mmap=True) for file in files]
+    saved = [shard["features"] for shard in _read_shards(folder)]
     names = set().union(*saved)
     for feature in features:
         if feature.name in names:
@@ -107,18 +107,14 @@ def is_loadable(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)
 
 
-def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
-    """Load a file that `torch.save` wrote.
-
-    Args:
-        mmap: map the file, so that only the tensors that are used are read.
+def load_file(path: str | Path) -> Any:
+    """Map a file that `torch.save` wrote, so that only the tensors that are used are read.
 
     Raises:
-        ValueError: it refers to another type or function; none was called.
+        ValueError: it refers to a type or function; none was called.
     """
     try:
-        with torch.serialization.safe_globals(ALLOWED):
-            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         # Torch wraps the cause in advice.
         cause = " ".join(str(error.__context__ or error).split())
@@ -127,59 +123,39 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
         ) from error
 
 
-class SafeCheckpointEngine(TorchCheckpointEngine):
-    """Let DeepSpeed read the files of a checkpoint through `load_file`."""
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return load_file(path, map_location)
+def _read_shards(folder: Path) -> list[dict[str, Any]]:
+    """Return the files of all ranks that wrote the checkpoint."""
+    return [load_file(folder / rank_file(rank)) for rank in range(world_size(folder))]
 
 
-# Fragments of one rank and parameter group by parameter: `start` and `numel` in the rank's partition.
-Layout = Mapping[str, fragment_address]
-
-
-def load_resharded_optimizer(engine, folder: Path, saved_world: int) -> None:
-    """Load the optimizer state of `saved_world` ranks from `folder` into `engine`. Every rank calls it.
-
-    The weights of `engine` are already loaded.
-    """
-    files = [folder / OPTIMIZER_FILE.format(rank=rank) for rank in range(saved_world)]
-    shards = [load_file(file, mmap=True)[SHARD] for file in files]
-    layouts: list[Sequence[Layout]] = [()] * dist.get_world_size()
-    dist.all_gather_object(layouts, engine.optimizer.state_dict()[FRAGMENTS])
-    state = {}
-    for group, parameters in enumerate(engine.optimizer.param_groups):
-        size = parameters["params"][0].numel()  # size of this rank's partition, including padding
-        before = [shard[FRAGMENTS][group] for shard in shards]
-        after = [layout[group] for layout in layouts]
-        saved = [shard[ADAM]["state"].get(group, {}) for shard in shards]
-        elements = max(fragment.start + fragment.numel for fragment in before[0].values())
-        state[group] = {
-            # Step counts are equal on all ranks. They are copied, since mapped files may be deleted.
-            key: reshard([part[key] for part in saved], before, after, dist.get_rank(), size)
-            if isinstance(value, Tensor) and value.numel() >= elements
-            else deepcopy(value)
-            for key, value in saved[0].items()
-        }
-    own = shards[0] | {ADAM: {"state": state, "param_groups": shards[0][ADAM]["param_groups"]}}
-    # DeepSpeed expects an entry per rank but reads only this rank's. The masters come from the weights.
-    engine.optimizer.load_state_dict([own] * len(layouts), load_from_fp32_weights=False)
+def fragments_of(engine) -> list[Fragments]:
+    """Return the fragments in this rank's partition of each parameter group."""
+    return [
+        {name: (fragment.start, fragment.numel) for name, fragment in group.items()}
+        for group in engine.optimizer._param_slice_mappings
+    ]
 
 
 def reshard(
-    partitions: Sequence[Tensor], before: Sequence[Layout], after: Sequence[Layout], rank: int, size: int
+    partitions: Sequence[Tensor],
+    before: Sequence[Fragments],
+    after: Sequence[Fragments],
+    rank: int,
+    size: int,
 ) -> Tensor:
-    """Return `rank`'s partition [size] in layouts `after`, from all partitions in layouts `before`."""
+    """Return `rank`'s partition [size] in the layout `after`, from all partitions in the layout `before`."""
+    if before == after:
+        return partitions[rank].clone()
     result = partitions[0].new_zeros(size)
-    for name, target in after[rank].items():
+    for name, (start, numel) in after[rank].items():
         fragments = [
-            partition.narrow(0, layout[name].start, layout[name].numel)
+            partition.narrow(0, *layout[name])
             for partition, layout in zip(partitions, before, strict=True)
             if name in layout
         ]
         whole = torch.cat(fragments)
-        numels = [layout[name].numel if name in layout else 0 for layout in after]
+        numels = [layout[name][1] if name in layout else 0 for layout in after]
         assert whole.numel() == sum(numels), f"{name} has {whole.numel()} elements instead of {sum(numels)}"
         offset = sum(numels[:rank])
-        result[target.start : target.start + target.numel] = whole[offset : offset + target.numel]
+        result[start : start + numel] = whole[offset : offset + numel]
     return result

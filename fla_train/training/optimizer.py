@@ -9,7 +9,6 @@ its partition overlaps, with `torch.optim.Muon`. The result does not depend on t
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -243,24 +242,20 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     return [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Hold the elements of one matrix that lie in a rank's partition."""
+def overlaps(
+    shapes: Sequence[tuple[int, int]], first: int, size: int
+) -> Iterator[tuple[tuple[int, int], int, int, int]]:
+    """Yield the matrices of a flat group that overlap its elements [first, first + size).
 
-    shape: tuple[int, int]
-    offset: int  # where the matrix begins in the flat group
-    begin: int  # range [begin, end) of the elements in the flat group
-    end: int
-
-
-def overlaps(shapes: Sequence[tuple[int, int]], first: int, size: int) -> Iterator[Overlap]:
-    """Yield the matrices of a flat group that overlap its elements [first, first + size)."""
+    Each is (shape, offset, begin, end): the matrix begins at `offset` of the group, and [begin, end) are its
+    elements in the range.
+    """
     offset = 0
-    for shape in shapes:
-        numel = shape[0] * shape[1]
+    for rows, columns in shapes:
+        numel = rows * columns
         begin, end = max(offset, first), min(offset + numel, first + size)
         if begin < end:
-            yield Overlap(tuple(shape), offset, begin, end)
+            yield (rows, columns), offset, begin, end
         offset += numel
 
 
@@ -326,10 +321,9 @@ class PartitionedMuon(torch.optim.Optimizer):
         whole = direction.new_empty(dist.get_world_size() * size)
         dist.all_gather_into_tensor(whole, direction)
         updates = torch.zeros_like(direction)
-        for overlap in overlaps(group[MATRICES], rank * size, size):
-            rows, columns = overlap.shape
-            matrix = nn.Parameter(direction.new_zeros(rows, columns))
-            matrix.grad = whole[overlap.offset : overlap.offset + rows * columns].view(rows, columns)
+        for shape, offset, begin, end in overlaps(group[MATRICES], rank * size, size):
+            matrix = nn.Parameter(direction.new_zeros(shape))
+            matrix.grad = whole[offset : offset + matrix.numel()].view(shape)
             # Momentum and decay are applied above, on the partition. The scale of the update lets Muon use
             # AdamW's learning rates.
             torch.optim.Muon(
@@ -340,6 +334,6 @@ class PartitionedMuon(torch.optim.Optimizer):
                 nesterov=False,
                 adjust_lr_fn="match_rms_adamw",
             ).step()
-            update = matrix.detach().view(-1)[overlap.begin - overlap.offset : overlap.end - overlap.offset]
-            updates[overlap.begin - rank * size : overlap.end - rank * size] = update
+            update = matrix.detach().view(-1)[begin - offset : end - offset]
+            updates[begin - rank * size : end - rank * size] = update
         return updates

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from fla_train.hub.paths import own_name
 from fla_train.training.checkpoint import CheckpointStore
-from fla_train.utils.environment import describe_environment
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.locks import open_lock, try_lock
 from fla_train.utils.records import Record, read_metrics
 
+LOCK = ".lock"
 LOCK_WAIT = 10.0  # seconds; workers of a killed launcher end within them
 
 
@@ -84,12 +84,10 @@ class RunFolder:
             raise ValueError(
                 f"run.dir={self.root} holds the runs of a sweep: give run.dir={self.root / jobs[0]}"
             )
-        place = self.root.absolute()
-        while not place.exists():
-            place = place.parent
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            reason = "Permission denied" if place.is_dir() else f"{place} is a file"
-            raise _unwritable(self.root, OSError(None, reason))
+        root = self.root.absolute()
+        existing = next(path for path in (root, *root.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise ValueError(f"run.dir={self.root} can't be written: give another run.dir")
 
     def create(self) -> None:
         """Create the folder. Raise `ValueError` if that fails."""
@@ -121,28 +119,16 @@ class RunFolder:
 
 
 class RunLock:
-    """Lock a run folder against other trainers while this process lives.
-
-    Both the folder and its `.lock` are locked: deleting the file does not unlock the folder, and not every
-    file system can lock folders.
+    """Lock a run folder by its file `.lock` against other trainers while this process lives.
 
     Raises:
         ValueError: another trainer holds it, or the folder is not writable.
     """
 
     def __init__(self, folder: RunFolder):
-        self._root, self._path = folder.root, folder.root / ".lock"
-        try:
-            self._folder = os.open(self._root, os.O_RDONLY)
-            self._file = open_lock(self._path)
-        except OSError as error:
-            raise _unwritable(self._root, error) from error
-        deadline = time.monotonic() + LOCK_WAIT
-        while not (try_lock(self._folder) and try_lock(self._file.fileno())):
-            if time.monotonic() > deadline:
-                self.close()
-                raise ValueError(self._in_use())
-            time.sleep(0.2)
+        self._root, self._path = folder.root, folder.root / LOCK
+        self._take(wait=LOCK_WAIT)
+        self._identity = os.stat(self._root)
 
     def check(self) -> None:
         """Check that the folder was not replaced and that this process still holds the lock.
@@ -150,45 +136,46 @@ class RunLock:
         Raises:
             ValueError: it was renamed or deleted, or another trainer holds it now.
         """
-        if not _same(self._root, self._folder):
+        if not _is_at(self._root, self._identity):
             raise ValueError(
                 f"run.dir={self._root} was renamed or deleted while it was trained: give its name"
             )
-        if _same(self._path, self._file.fileno()):
-            return
-        # Restore a deleted or replaced `.lock`. The folder's lock survives that, where the file system has
-        # one.
-        try:
-            again = open_lock(self._path)
-        except OSError as error:
-            raise _unwritable(self._root, error) from error
-        if not try_lock(again.fileno()):
-            raise ValueError(self._in_use())
-        self._file.close()
-        self._file = again
+        if not _is_at(self._path, os.fstat(self._file.fileno())):
+            # The file was deleted, and another trainer may have locked a new one.
+            self._file.close()
+            self._take()
 
     def close(self) -> None:
-        os.close(self._folder)
         self._file.close()
 
-    def _in_use(self) -> str:
-        return f"another training process writes {self._root}: wait for it or give another run.dir"
+    def _take(self, wait: float = 0.0) -> None:
+        try:
+            self._file = open_lock(self._path)
+        except OSError as error:
+            raise _unwritable(self._root, error) from error
+        deadline = time.monotonic() + wait
+        while not try_lock(self._file.fileno()):
+            if time.monotonic() > deadline:
+                self._file.close()
+                raise ValueError(
+                    f"another training process writes {self._root}: wait for it or give another run.dir"
+                )
+            time.sleep(0.2)
 
 
 def is_locked(folder: RunFolder) -> bool:
     """Return whether a trainer writes the folder now, as far as its file system supports locks."""
-    places = [place for place in (folder.root, folder.root / ".lock") if place.exists()]
-    descriptors = [os.open(place, os.O_RDONLY) for place in places]
     try:
-        return not all(map(try_lock, descriptors))
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        with (folder.root / LOCK).open("rb") as file:
+            return not try_lock(file.fileno())
+    except FileNotFoundError:
+        return False
 
 
-def _same(path: Path, descriptor: int) -> bool:
+def _is_at(path: Path, identity: os.stat_result) -> bool:
+    """Return whether `path` is the file or folder with this identity."""
     try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+        return os.path.samestat(os.lstat(path), identity)
     except FileNotFoundError:
         return False
 
@@ -209,7 +196,3 @@ def new_run_dir(label: str) -> Path:
             continue
         except OSError as error:
             raise _unwritable(path, error) from error
-
-
-def write_environment(folder: RunFolder, device: str) -> None:
-    write_whole(folder.environment, json.dumps(describe_environment(device), indent=2) + "\n")

@@ -225,7 +225,6 @@ class Trainer:
         if first:
             self.timeline.mark(f"step {step}")
             self.log(f"start        {self.timeline}")
-            self.checkpoints.reserve()
         tokens = dist.get_world_size() * sum(shape.numel() for shape in shapes)
         self.state.step = step
         self.state.sequences += self.batches.global_batch

@@ -165,12 +165,13 @@ def _record(plan: "RunPlan", folder: "RunFolder", resume: Path | None, log: Call
     from fla_train.training import checkpoint
     from fla_train.training.config import to_yaml
     from fla_train.training.plan import plan_lines
-    from fla_train.training.run_folder import write_environment
+    from fla_train.utils.environment import describe_environment
 
     # A folder with a config.yaml counts as a run, so the plan comes first.
     write_whole(folder.plan, plan.to_json())
     write_whole(folder.config, to_yaml(plan.request))
-    write_environment(folder, plan.config.launch.device)
+    environment = describe_environment(plan.config.launch.device)
+    write_whole(folder.environment, json.dumps(environment, indent=2) + "\n")
     state = checkpoint.TrainState() if resume is None else checkpoint.read_state(resume)
     if folder.id() is None:
         own = resume is not None and folder.owns(resume)

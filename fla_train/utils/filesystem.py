@@ -1,6 +1,5 @@
 """Write files safely: flush, replace files and folders atomically, compare sizes and sha256."""
 
-import errno
 import hashlib
 import math
 import os
@@ -83,35 +82,33 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def move_folder(source: Path, target: Path) -> None:
-    """Move a finished folder to `target` atomically, and flush the move. Delete a former `target` first.
+    """Move a finished folder to `target`, flush the move, and delete a former `target` last.
 
     Raises:
         OSError: the parent folder can't be written.
     """
-    remove_folder(target)
+    former = _move_aside(target)
     os.rename(source, target)
     sync(target.parent)
+    delete(former)
 
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder, if it exists. Rename it first, so that a kill leaves no folder that looks complete.
 
     Files that can't be deleted (NFS keeps a file that a reader has open) stay in the folder with the prefix
-    `DELETING`. Overlays do not rename the folders of a lower layer (EXDEV). Those are deleted in place,
-    starting with the files that describe them.
+    `DELETING`.
     """
-    if os.path.lexists(folder):  # a dangling link also blocks the path
-        doomed = folder.with_name(DELETING + folder.name)
-        delete(doomed)
-        try:
-            os.rename(folder, doomed)
-        except OSError as failure:
-            if failure.errno != errno.EXDEV:
-                raise
-            doomed = folder
-            for file in folder.glob("*.json"):
-                file.unlink()
-        delete(doomed)
+    delete(_move_aside(folder))
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename a folder or link, if it exists, to a name with the prefix `DELETING`. Return that name."""
+    aside = path.with_name(DELETING + path.name)
+    delete(aside)
+    with suppress(FileNotFoundError):
+        os.rename(path, aside)
+    return aside
 
 
 def delete(path: Path) -> None:
@@ -128,15 +125,13 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that replaces `folder` if the block succeeds and is deleted if it fails.
 
     If `folder` is a link, its target is replaced. A lock on the hidden folder allows only one writer. The
-    name of the hidden folder is fixed, so that the next call finds the remains of a killed process. The
-    former `folder` is kept until the new one has replaced it.
+    name of the hidden folder is fixed, so that the next call finds the remains of a killed process.
 
     Raises:
         ValueError: another process writes `folder`.
     """
     folder = folder.resolve()
     aside = folder.with_name(f".writing-{folder.name}")
-    former = folder.with_name(f".replaced-{folder.name}")
     aside.mkdir(parents=True, exist_ok=True)
     lock = os.open(aside, os.O_RDONLY)
     try:
@@ -144,28 +139,16 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         # A concurrent process holds it, or has just moved it to `folder`.
         if not mine:
             raise ValueError(f"another process writes {folder}: wait for it, or give another folder")
-        _restore(folder, former)
         for rest in aside.iterdir():
             delete(rest)
         try:
             yield aside
-            if folder.exists():
-                os.replace(folder, former)
-            os.replace(aside, folder)
+            move_folder(aside, folder)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            delete(aside)
             raise
-        finally:
-            _restore(folder, former)
     finally:
         os.close(lock)
-
-
-def _restore(folder: Path, former: Path) -> None:
-    """Restore the former folder if no new one replaced it, otherwise delete it."""
-    if former.exists() and not folder.exists():
-        os.replace(former, folder)
-    shutil.rmtree(former, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

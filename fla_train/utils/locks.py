@@ -18,9 +18,7 @@ def locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lock(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno()):
             log(f"another process holds {path}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         # Closing the file, or the end of the process, releases the lock.
@@ -33,12 +31,7 @@ def open_lock(path: Path) -> IO[bytes]:
     Raises:
         OSError: the file can't be created, or `path` is a symbolic link.
     """
-    try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
-    except OSError as failure:
-        if failure.errno == errno.ELOOP:
-            failure.strerror = f"{path.name} is a symbolic link: delete it"
-        raise
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
 
 
 def try_lock(descriptor: int) -> bool:

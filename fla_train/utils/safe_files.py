@@ -7,12 +7,14 @@
 
 import errno
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-T = TypeVar("T")
+import yaml
+
 DEEPEST = 64  # levels of nested mappings and lists
 LARGEST_JSON = 1 << 26  # bytes
 LARGEST_YAML = 1 << 20  # bytes
@@ -36,13 +38,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(content: str | bytes, name: object) -> dict[str, Any]:
     """Return the content of a YAML text, which errors call `name`. Raise the errors of `read_json`."""
     return _parse(_load_yaml, content, LARGEST_YAML, name)
-
-
-def read_dataclass(kind: type[T], path: Path) -> T:
-    """Return a JSON file as a dataclass. Raise the errors of `read_json` and `check_fields`."""
-    content = read_json(path)
-    check_fields(content, get_type_hints(kind), path)
-    return kind(**content)
 
 
 def check_fields(content: dict[str, Any], types: Mapping[str, Any], name: object) -> None:
@@ -97,10 +92,43 @@ def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: o
     return found
 
 
-def _load_yaml(text: str) -> Any:
-    from fla_train.utils.safe_yaml import load_yaml  # slows the start down
+_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-    return load_yaml(text, DEEPEST)
+
+class _Loader(_SafeLoader):
+    """Load YAML as Hydra reads it: no duplicate keys, `1e-3` is a number, a date is text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise ValueError(f"line {node.start_mark.line + 1} begins a mapping that has a key twice")
+        return found
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _load_yaml(text: str) -> Any:
+    """Return the content of a YAML text of at most DEEPEST levels.
+
+    Raises:
+        ValueError: it is invalid YAML, or uses an anchor or an alias.
+        RecursionError: it is nested too deeply.
+    """
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=_SafeLoader):
+            if getattr(event, "anchor", None) is not None:  # also true for an alias
+                raise ValueError("it uses a YAML anchor or alias: write the values out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:  # before the loader, which is recursive
+                raise RecursionError
+        return _Loader(text).get_single_data()
+    except yaml.YAMLError as failure:
+        raise ValueError(str(failure)) from failure
 
 
 def _check_depth(node: Any, left: int) -> None:

@@ -2,14 +2,12 @@
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from enum import Enum
-from threading import Thread
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.serialization import config as serialization
 
 ALIGNMENT = 64  # bytes, of a tensor in the staging buffer
@@ -30,26 +28,10 @@ class StagingBuffer:
         self._memory: mmap.mmap | None = None
         self._address = self._size = 0
         self._pinned = False
-        self._reserving: Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         # Keep the sources until they have been copied. Otherwise their memory could be reused.
         self._sources: dict[tuple, Tensor] = {}
-
-    def reserve(self, size: int) -> None:
-        """Allocate `size` bytes of memory for the first `stage` in the background of the caller's work.
-
-        The system provides memory page by page when it is first written, about a second for some
-        gigabytes.
-        """
-
-        def work() -> None:
-            with suppress(OSError):  # the error recurs in `stage`
-                self._grow(size)
-                torch.frombuffer(self._memory, dtype=torch.uint8).zero_()
-
-        self._reserving = Thread(target=work, name="staging", daemon=True)
-        self._reserving.start()
 
     def stage(self, files: Mapping[str, object]) -> tuple[dict[str, list[Segment]], bytes]:
         """Start to copy the tensors of `files`. Return the segments of each file, and all other bytes.
@@ -61,20 +43,12 @@ class StagingBuffer:
         Raises:
             OSError: memory is exhausted, or a limit on file sizes forbids it.
         """
-        offsets: dict[tuple, int] = {}
-        self._sources, size = {}, 0
-
-        def place(tensor: Tensor) -> Tensor:
-            nonlocal size
-            key = _key(tensor)
-            if tensor.numel() and key not in offsets:
-                offsets[key], self._sources[key] = size, tensor.detach()
-                size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-            return tensor
-
-        for content in files.values():
-            _map(place, content)
-        self._end_reserving()
+        tensors = [leaf for leaf in tree_leaves(files) if isinstance(leaf, Tensor) and leaf.numel()]
+        self._sources = {_key(tensor): tensor.detach() for tensor in tensors}
+        offsets, size = {}, 0
+        for key, source in self._sources.items():
+            offsets[key] = size
+            size += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
         on_gpu = any(source.is_cuda for source in self._sources.values())
         self._grow(size)
         if on_gpu and not self._pinned:
@@ -88,12 +62,10 @@ class StagingBuffer:
         }
         self._copy(copies, on_gpu)
         recorder = _Recorder(self._address, size)
-        segments = {}
-        for name, content in files.items():
-            copied = _map(
-                lambda tensor: copies.get(_key(tensor), torch.empty_like(tensor, device="cpu")), content
-            )
-            segments[name] = recorder.record(copied)
+        copied = tree_map_only(
+            Tensor, lambda tensor: copies.get(_key(tensor), torch.empty_like(tensor, device="cpu")), files
+        )
+        segments = {name: recorder.record(content) for name, content in copied.items()}
         staged = {begin for parts in segments.values() for is_staged, begin, _ in parts if is_staged}
         assert staged == set(offsets.values()), "torch.save wrote copies of the tensors"
         return segments, bytes(recorder.beside)
@@ -107,7 +79,6 @@ class StagingBuffer:
 
     def close(self) -> None:
         """Free the memory."""
-        self._end_reserving()
         self._unpin()
         self._memory = None
         os.close(self.descriptor)
@@ -116,11 +87,6 @@ class StagingBuffer:
     def copying(self) -> bool:
         """Return whether copies may still run."""
         return self._copied is not None
-
-    def _end_reserving(self) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
 
     def _grow(self, size: int) -> None:
         if size <= self._size:
@@ -150,20 +116,6 @@ class StagingBuffer:
 def _key(tensor: Tensor) -> tuple:
     storage = tensor.untyped_storage().data_ptr()
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _map(function: Callable[[Tensor], Tensor], content: object) -> object:
-    """Return `content` with new containers and with `function` applied to its tensors."""
-    if isinstance(content, Tensor):
-        return function(content)
-    if isinstance(content, dict):
-        return type(content)((key, _map(function, value)) for key, value in content.items())
-    if type(content) in (list, tuple):
-        return type(content)(_map(function, value) for value in content)
-    # Python before 3.11.4 pickles an Enum as a call of `getattr`.
-    if isinstance(content, Enum):
-        return content.value
-    return content  # numbers, strings, and layouts that never change
 
 
 class _Recorder:

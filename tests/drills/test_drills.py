@@ -222,8 +222,8 @@ def flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     "name, damage",
     [
-        ("deepspeed/mp_rank_00_model_states.pt", flip_a_bit),
-        ("deepspeed/zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda path: os.truncate(path, 1000)),
+        ("weights.pt", flip_a_bit),
+        ("rank-1.pt", lambda path: os.truncate(path, 1000)),
         ("manifest.json", Path.unlink),
     ],
 )

@@ -2,21 +2,20 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
 from fla_train.training import agent
-from fla_train.training.agent import WorkersFailed, run_workers
+from fla_train.training.agent import run_workers
 from fla_train.training.config import LaunchConfig
+from fla_train.training.failures import TrainingFailed
 from fla_train.training.preemption import Preempted
-from fla_train.utils.scratch import scratch_folder
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.usefixtures("unheard")
@@ -43,8 +42,8 @@ def play(
     code: str, folder: Path, launch: LaunchConfig, newest: Callable[[], int] = lambda: 0, status: int = 1
 ) -> None:
     """Run `code` as workers, whose arguments are `folder` and `status`."""
-    with scratch_folder("fla-train-") as scratch:
-        how = {"newest_step": newest, "run": str(folder / "run"), "scratch": scratch}
+    with TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        how = {"newest_step": newest, "run": str(folder / "run"), "scratch": Path(scratch)}
         run_workers(["-c", START + code, str(folder), str(status)], launch, **how)
 
 
@@ -79,7 +78,7 @@ def test_failures_are_started_again_until_the_restarts_without_a_new_checkpoint_
     tmp_path: Path, capfd: pytest.CaptureFixture
 ):
     """There is a new checkpoint from the second attempt on."""
-    with pytest.raises(WorkersFailed, match="rank 0: attempt 3") as raised:
+    with pytest.raises(TrainingFailed, match="rank 0: attempt 3") as raised:
         play(FAIL, tmp_path, local(max_restarts=2), lambda: min(2, len(list(tmp_path.glob("[0-9]*")))))
     assert not raised.value.final and {path.name for path in tmp_path.iterdir()} == {*"0123"}
     out, error = capfd.readouterr()
@@ -93,7 +92,7 @@ def test_failures_are_started_again_until_the_restarts_without_a_new_checkpoint_
 
 
 def test_an_error_that_would_recur_is_final(tmp_path: Path):
-    with pytest.raises(WorkersFailed, match="rank 0: attempt 0") as raised:
+    with pytest.raises(TrainingFailed, match="rank 0: attempt 0") as raised:
         play(FAIL, tmp_path, local(max_restarts=3), status=2)
     assert raised.value.final
 
@@ -106,7 +105,7 @@ def test_a_killed_worker_is_named_and_its_peers_do_not_outlive_it(tmp_path: Path
         next(c for c in children() if c.environ()["RANK"] == "1").kill()
 
     thread, begun = after(tmp_path, 2, kill), time.monotonic()
-    with pytest.raises(WorkersFailed, match="rank 1: was killed by SIGKILL"):
+    with pytest.raises(TrainingFailed, match="rank 1: was killed by SIGKILL"):
         play(deaf + READY + WAIT, tmp_path, local(2))
     thread.join()
     assert not children() and time.monotonic() - begun < 20
@@ -134,7 +133,7 @@ def test_workers_without_handlers_have_nothing_to_save(tmp_path: Path):
     assert not children()
 
 
-@pytest.mark.parametrize(("status", "error"), [(1, Preempted), (2, WorkersFailed)])
+@pytest.mark.parametrize(("status", "error"), [(1, Preempted), (2, TrainingFailed)])
 def test_a_failure_after_a_request_starts_nothing_again(tmp_path: Path, status: int, error: type):
     """Another start may succeed, unless the failure is final."""
     fail = f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({status}))\n"
@@ -161,29 +160,10 @@ def test_ranks_share_the_cores_that_this_process_may_use(tmp_path: Path, monkeyp
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["3", "3"]
 
 
-def test_leftovers_of_a_killed_launcher_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    code = (
-        "import sys\nfrom fla_train.utils.scratch import scratch_folder\n"
-        "with scratch_folder('fla-train-') as f: (f / 'left').touch(); print(f, flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    alive, killed = (subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2))
-    folders = [Path(process.stdout.readline().strip()) for process in (alive, killed)]
-    killed.kill()
-    killed.wait()
-    for folder in folders:
-        os.utime(folder, (0, 0))
-    third = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True, check=True)
-    assert folders[0].is_dir() and not folders[1].exists()
-    assert not Path(third.stdout.strip()).exists()
-    alive.communicate("")
-
-
 @pytest.mark.parametrize(
     ("rank", "message"), [(None, "1 of 3 machines joined"), (1, "no store answers")], ids=["store", "none"]
 )
 def test_missing_machines_are_reported(tmp_path: Path, rank: int | None, message: str):
     launch = LaunchConfig("cpu", 3, 3, rank, "127.0.0.1", free_port(), rendezvous_timeout=1)
-    with pytest.raises(WorkersFailed, match=rf"{message} at 127\.0\.0\.1:\d+ within 1 s"):
+    with pytest.raises(TrainingFailed, match=rf"{message} at 127\.0\.0\.1:\d+ within 1 s"):
         play("", tmp_path, launch)

@@ -19,10 +19,10 @@ STATE = b'{"step": 3, "tokens": 30}'
 
 def make_job(folder: Path, rank: int, world_size: int, attempt: str = ".writing-3") -> Job:
     """A job of which each file is the staging buffer's bytes 2 to 5, and the state on rank 0."""
-    files = {name: [(True, 2, 3), (False, 0, 1)] for name in checkpoint.rank_files(rank)}
+    files = {checkpoint.rank_file(rank): [(True, 2, 3), (False, 0, 1)]}
     if rank == 0:
-        files["state.json"] = [(False, 1, len(STATE))]
-    content = {"step": 3, "tokens": 30, "world_size": world_size, "versions": {"torch": "2.13.0"}}
+        files |= {"weights.pt": [(True, 2, 3)], "state.json": [(False, 1, len(STATE))]}
+    content = {"step": 3, "world_size": world_size}
     return Job(str(folder), attempt, rank, files, content, keep=0, keep_every=0)
 
 
@@ -54,7 +54,7 @@ def test_rank_0_completes_what_all_ranks_have_written(writers: list[AsyncWriter]
     assert checkpoint.find_error(path) is None and checkpoint.world_size(path) == 3
     files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert files == set(checkpoint.read_manifest(path)["files"]) | {"manifest.json"}
-    assert (path / "rng-2.pt").read_bytes() == b"abc!"
+    assert (path / "rank-2.pt").read_bytes() == b"abc!"
 
 
 def test_files_of_an_earlier_attempt_are_never_taken(writers: list[AsyncWriter], tmp_path: Path):

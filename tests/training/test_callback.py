@@ -108,8 +108,8 @@ def test_the_exported_average_is_that_of_the_weights(make_config: Make, train, t
 
     average = dict(engine_steps_model(config).named_parameters())
     for step in range(1, 5):
-        file = tmp_path / "run/checkpoints" / checkpoint.folder_name(step) / checkpoint.MODEL_FILE
-        weights = torch.load(file, weights_only=False)["module"]
+        file = tmp_path / "run/checkpoints" / checkpoint.folder_name(step) / checkpoint.WEIGHTS
+        weights = torch.load(file, weights_only=True)
         average = {name: 0.5 * value.detach() + 0.5 * weights[name] for name, value in average.items()}
     for folder, expected in (("ema", average), ("hf", weights)):
         exported = load_file(tmp_path / "run" / folder / "step-0000004/model.safetensors")

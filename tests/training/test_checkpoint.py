@@ -12,7 +12,7 @@ import pytest
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import CheckpointStore
 
-WEIGHTS = "deepspeed/mp_rank_00_model_states.pt"
+WEIGHTS = "weights.pt"
 
 
 def make(folder: Path, step: int, world_size: int = 1, **state: object) -> Path:
@@ -21,16 +21,13 @@ def make(folder: Path, step: int, world_size: int = 1, **state: object) -> Path:
     contents = {"state.json": json.dumps({"step": step, "tokens": 10 * step, **state}).encode()}
     contents[WEIGHTS] = f"weights of {step}".encode()
     for rank in range(world_size):
-        contents[f"rng-{rank}.pt"] = b"random"
-        contents[f"features-{rank}.pt"] = b"states"
-        contents[f"deepspeed/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = b"moments"
+        contents[f"rank-{rank}.pt"] = b"moments"
     files = {}
     for name, content in contents.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest = {"step": step, "tokens": 10 * step, "world_size": world_size}
-    manifest |= {"versions": {"torch": "2.13.0"}, "files": files}
+    manifest = {"step": step, "world_size": world_size, "files": files}
     compact = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     checksum = hashlib.sha256(compact.encode()).hexdigest()
     manifest = {"version": 1, "sha256": checksum, "content": manifest}
@@ -88,17 +85,16 @@ DAMAGE = {
 # Changes of the content that its checksum covers, as a stranger might make them
 WRONG_CONTENT = {
     "no files": lambda content: content["files"].clear(),
-    "a file is not listed": lambda content: content["files"].pop("rng-0.pt"),
-    "another file": lambda content: content["files"].update({"../x": content["files"]["rng-0.pt"]}),
-    "an entry that is text": lambda content: content["files"].update({"rng-0.pt": "6"}),
-    "a size that is text": lambda content: content["files"]["rng-0.pt"].update(bytes="6"),
-    "a checksum that is a number": lambda content: content["files"]["rng-0.pt"].update(sha256=1),
+    "a file is not listed": lambda content: content["files"].pop("rank-0.pt"),
+    "another file": lambda content: content["files"].update({"../x": content["files"]["rank-0.pt"]}),
+    "an entry that is text": lambda content: content["files"].update({"rank-0.pt": "6"}),
+    "a size that is text": lambda content: content["files"]["rank-0.pt"].update(bytes="6"),
+    "a checksum that is a number": lambda content: content["files"]["rank-0.pt"].update(sha256=1),
     "more ranks": lambda content: content.update(world_size=3),
     "very many ranks": lambda content: content.update(world_size=10**12),
     "true ranks": lambda content: content.update(world_size=True),
     "a step that is text": lambda content: content.update(step="6"),
     "another step": lambda content: content.update(step=7),
-    "other tokens": lambda content: content.update(tokens=7),
     "one more field": lambda content: content.update(more=1),
     "files that are a list": lambda content: content.update(files=[]),
 }
@@ -177,7 +173,7 @@ def test_which_checkpoint_a_run_starts_from(tmp_path: Path):
     with pytest.raises(ValueError, match="is not a checkpoint"):
         store.newest_state(str(tmp_path))
     cut(Path(other) / WEIGHTS)
-    with pytest.raises(ValueError, match=r"model_states.pt has 9 bytes instead of 12"):
+    with pytest.raises(ValueError, match=r"weights.pt has 9 bytes instead of 12"):
         CheckpointStore(tmp_path / "new").choose(other)
     cut(first / "manifest.json")
     with pytest.raises(ValueError, match=r"no checkpoint in .* is intact"):

@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from engine_steps import checksum, make_batch, make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.training import checkpoint
-from fla_train.training.checkpoint import TrainState, rank_files
+from fla_train.training.checkpoint import TrainState, rank_file
 from fla_train.training.checkpoint_manager import CheckpointManager
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
@@ -32,26 +31,18 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 class Engine:
-    """Save as DeepSpeed does, through its checkpoint engine."""
+    """Hold one weight and its optimizer, as DeepSpeed's engine does."""
 
     def __init__(self, device: str = "cpu", numel: int = 1000) -> None:
-        self.checkpoint_engine = SimpleNamespace()
-        self.weight = torch.zeros(numel, device=device, requires_grad=True)
-        self.weight.grad = -torch.ones_like(self.weight)
-        self.group = {"lr": 0.1}
-        self.optimizer = SimpleNamespace(optimizer=torch.optim.SGD([self.weight], lr=1.0))
+        self.module = torch.nn.Module()
+        self.module.weight = torch.nn.Parameter(torch.zeros(numel, device=device))
+        self.module.weight.grad = -torch.ones_like(self.module.weight)
+        sgd = torch.optim.SGD([self.module.weight], lr=1.0)
+        self.optimizer = SimpleNamespace(optimizer=sgd, _param_slice_mappings=[{}])
 
     def step(self) -> None:
         """Add 1 to the weights."""
         self.optimizer.optimizer.step()
-
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        weights, shard = self.weight.detach(), {"single_partition_of_fp32_groups": [self.weight.detach()]}
-        content = {"module": OrderedDict(weight=weights), "groups": [self.group]}
-        content["optimizer_state_dict"] = shard
-        for name in rank_files(dist.get_rank()):
-            if name.startswith("deepspeed/"):
-                self.checkpoint_engine.save(content, f"{folder}/{name}")
 
 
 class Run:
@@ -71,10 +62,11 @@ class Run:
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
 
-    def content(self, step: int) -> dict:
+    def weight(self, step: int) -> torch.Tensor:
+        """Return the weight of a checkpoint."""
         path = self.folder / checkpoint.folder_name(step)
         assert checkpoint.find_error(path) is None
-        return torch.load(path / checkpoint.MODEL_FILE, weights_only=True)
+        return torch.load(path / checkpoint.WEIGHTS, weights_only=True)["weight"]
 
     def writer(self) -> psutil.Process:
         """Return the only writer's process."""
@@ -109,22 +101,20 @@ def test_training_goes_on_while_the_state_of_the_moment_is_written(run: Run):
     assert run.save(1)
     run.writer().suspend()
     assert manager.save(state) < 5  # returns although nothing can be written yet
-    usual = engine.checkpoint_engine
     engine.step()
-    engine.group["lr"] = 0.2
+    engine.optimizer.optimizer.param_groups[0]["lr"] = 0.2
     state.step = 8
     manager.poll()
     assert run.names() == ["step-0000001"] and len(run.said) == 1
     run.writer().resume()
     assert manager.is_saved(7) and not manager.is_saved(8) and "step-0000007, written in" in run.said[-1]
-    content = run.content(7)
-    assert content["module"]["weight"].eq(0).all() and content["groups"] == [{"lr": 0.1}]
+    saved = torch.load(run.folder / "step-0000007" / rank_file(0), weights_only=True)
+    assert run.weight(7).eq(0).all() and saved["optimizer"]["param_groups"][0]["lr"] == 1.0
     assert checkpoint.read_state(run.folder / "step-0000007") == TrainState(step=7, tokens=70)
-    assert engine.checkpoint_engine is usual
 
     assert run.save(8)  # the same buffer, with the content of now
-    assert run.content(8)["module"]["weight"].eq(1).all()
-    assert run.content(7)["module"]["weight"].eq(0).all() and len(run.said) == 3
+    assert run.weight(8).eq(1).all()
+    assert run.weight(7).eq(0).all() and len(run.said) == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -135,7 +125,7 @@ def test_a_step_right_after_a_save_does_not_change_it(alone: None, tmp_path: Pat
         run.engine.step()
     run.manager.ensure_saved(3)
     run.manager.close()
-    assert run.content(2)["module"]["weight"].eq(1).all() and run.content(3)["module"]["weight"].eq(2).all()
+    assert run.weight(2).eq(1).all() and run.weight(3).eq(2).all()
 
 
 def test_refused_writes_cost_one_checkpoint_only(run: Run):
@@ -202,14 +192,14 @@ def test_leftovers_of_failed_attempts_are_deleted_by_the_next_save(run: Run):
 
 def test_the_remains_of_a_corrupt_one_of_the_same_step_are_replaced(run: Run):
     assert run.save(1) and run.save(2)
-    (run.folder / "step-0000002" / checkpoint.MODEL_FILE).unlink()
-    assert run.save(2) and run.content(2) and run.names() == ["step-0000001", "step-0000002"]
+    (run.folder / "step-0000002" / checkpoint.WEIGHTS).unlink()
+    assert run.save(2) and run.weight(2).eq(0).all() and run.names() == ["step-0000001", "step-0000002"]
 
 
-def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[float]], bool, bool]:
+def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[float]], bool]:
     """Return, on a rank, sums of the weights before a save, at the wait for its copy, and after the step.
 
-    Return also whether the checkpoint has the weights from before the step, and fits in the reserved memory.
+    Return also whether the checkpoint has the weights from before the step.
     """
     engine = build_engine(make_model(config), resolve(config).config)
     bad_steps = BadSteps(torch.device("cpu"), max_grad_norm=1.0)
@@ -217,21 +207,16 @@ def save_between_steps(config: TrainConfig, folder: Path) -> tuple[list[list[flo
     train_step(engine, [make_batch(0)], 0.1, bad_steps)
     sums = [checksum(engine.module)]
     weights = {name: weight.clone() for name, weight in engine.module.state_dict().items()}
-    reserved: list[tuple[StagingBuffer, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StagingBuffer, "copying", True)
         patch.setattr(StagingBuffer, "wait", lambda self: sums.append(checksum(engine.module)))
-        patch.setattr(StagingBuffer, "reserve", lambda self, size: reserved.append((self, size)))
-        manager.reserve()
         manager.save(TrainState(step=1))
         train_step(engine, [make_batch(1)], 0.1, bad_steps)
     manager.ensure_saved(1)
-    ((buffer, size),) = reserved
-    fits = 0 < os.fstat(buffer.descriptor).st_size <= size
     manager.close()
     sums.append(checksum(engine.module))
-    saved = torch.load(folder / "step-0000001" / checkpoint.MODEL_FILE, weights_only=True)["module"]
-    return sums, all(torch.equal(saved[name], weight) for name, weight in weights.items()), fits
+    saved = torch.load(folder / "step-0000001" / checkpoint.WEIGHTS, weights_only=True)
+    return sums, all(torch.equal(saved[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -239,9 +224,9 @@ def test_the_engine_waits_for_the_copy_before_it_changes_weights(
     warm_ranks: WarmRanks, make_config: Callable[..., TrainConfig], tmp_path: Path, optimizer: str
 ):
     config = make_config(*TWO_RANKS, "launch.num_processes=1", f"optimizer={optimizer}")
-    ((sums, saved_before, fits),) = warm_ranks.run(1, save_between_steps, config, tmp_path)
+    ((sums, saved_before),) = warm_ranks.run(1, save_between_steps, config, tmp_path)
     before, waited, after = sums
-    assert waited == before != after and saved_before and fits
+    assert waited == before != after and saved_before
 
 
 def two_ranks(folder: Path) -> tuple[list[bool], list[str]]:

@@ -1,6 +1,5 @@
 """Resume by another number of ranks: the same steps on the same tokens, equal to rounding."""
 
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +8,11 @@ import torch
 from engine_steps import make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.training.checkpoint import OPTIMIZER_FILE, SHARD, CheckpointStore
+from fla_train.training.checkpoint import CheckpointStore, rank_file
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
 from fla_train.training.load_checkpoint import load_checkpoint, reshard
 from fla_train.training.resolve import resolve
-
-Fragment = namedtuple("Fragment", "start numel")
 
 
 def cut(line: torch.Tensor, numels: dict[str, int], world: int, padding: int):
@@ -27,7 +24,7 @@ def cut(line: torch.Tensor, numels: dict[str, int], world: int, padding: int):
     layouts = []
     for rank in range(world):
         own = owners[rank * size : (rank + 1) * size]
-        layouts.append({name: Fragment(own.index(name), own.count(name)) for name in dict.fromkeys(own)})
+        layouts.append({name: (own.index(name), own.count(name)) for name in dict.fromkeys(own)})
     return list(padded.split(size)), layouts
 
 
@@ -56,8 +53,8 @@ def assert_moments_are_kept(config: TrainConfig, folder: Path) -> None:
     """Load, on the only rank, a checkpoint of two ranks. Its moments are those of the two files in a row."""
     engine = build_engine(make_model(config), resolve(config).config)
     load_checkpoint(engine, folder)
-    files = [folder / OPTIMIZER_FILE.format(rank=rank) for rank in range(2)]
-    saved = [torch.load(file, weights_only=False)[SHARD]["base_optimizer_state"]["state"] for file in files]
+    files = [folder / rank_file(rank) for rank in range(2)]
+    saved = [torch.load(file, weights_only=True)["optimizer"]["state"] for file in files]
     for index, group in enumerate(engine.optimizer.bit16_groups):
         size = sum(parameter.numel() for parameter in group)
         state = engine.optimizer.optimizer.state[engine.optimizer.param_groups[index]["params"][0]]

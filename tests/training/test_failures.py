@@ -11,7 +11,6 @@ import torch
 
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import TrainingStopped, describe_exit, describe_failure
-from fla_train.training.resolve import resolve
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.watchdog import RankHung
 
@@ -64,7 +63,7 @@ def test_exhausted_gpu_memory_is_final_and_names_settings(cause: Exception, make
         line, final = describe_failure(error, make_config(ON_GPU, "trainer.micro_batch_size=4"))
         assert final and "\n" not in line and line.startswith("out of GPU memory")
         assert ("20.00 GiB" in line) == (ALLOCATOR in str(cause))
-        assert "micro_batch_size=2 (now 4)" in line and "activation_checkpointing=true" in line
+        assert "micro_batch_size (now 4)" in line and "activation_checkpointing=true" in line
 
 
 @pytest.mark.parametrize(
@@ -79,31 +78,9 @@ def test_exhausted_host_memory_is_final(allocate: Callable[[], object], make_con
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         allocate()
     line, final = describe_failure(caught.value, make_config("launch.device=cpu"))
-    assert final and line.startswith("out of host memory") and "trainer.micro_batch_size=1 (now 2)" in line
+    assert final and line.startswith("out of host memory") and "trainer.micro_batch_size (now 2)" in line
     line, final = describe_failure(caught.value, make_config(ON_GPU))
     assert final and line.startswith("out of host memory") and "micro_batch_size" not in line
-
-
-@pytest.mark.parametrize("size", [2, 9])
-def test_the_smaller_micro_batch_divides_the_batch(size: int, make_config: Make):
-    config = make_config(
-        *("launch.device=cpu", f"trainer.micro_batch_size={size}", f"trainer.global_batch_tokens={32 * size}")
-    )
-    line, _ = describe_failure(MemoryError(), config)
-    config.trainer.micro_batch_size = int(line.split("micro_batch_size=")[1].split()[0])
-    resolve(config)
-    assert config.trainer.micro_batch_size < size
-
-
-def test_advice_fits_the_config(make_config: Make):
-    def advice(*options: str) -> str:
-        return describe_failure(torch.OutOfMemoryError(ALLOCATOR), make_config(ON_GPU, *options))[0]
-
-    all_set = ("trainer.activation_checkpointing=true", "model.recompute_operator=true")
-    line = advice("trainer.micro_batch_size=1", *all_set)
-    assert "trainer.seq_len (now 32)" in line and "launch.num_processes" in line and "=true" not in line
-    line = advice("trainer.cuda_graph=true")
-    assert "trainer.cuda_graph=false with trainer.micro_batch_size=1" in line
 
 
 def test_a_killed_rank_may_have_exhausted_memory():

@@ -129,9 +129,8 @@ def test_a_hybrid_passes_the_states_of_its_linear_layers(
     hybrid = ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"]
     warm_ranks.launch(make_config(*FROZEN, *hybrid, *MODES["contiguous"], f"run.dir={tmp_path}"))
     assert "attention layers carry nothing" in (tmp_path / "train.log").read_text()
-    saved = torch.load(tmp_path / "checkpoints" / f"step-{STEPS:07d}" / "features-0.pt")["initial_states"][
-        "states"
-    ]
+    shard = torch.load(tmp_path / "checkpoints" / f"step-{STEPS:07d}" / "rank-0.pt")
+    saved = shard["features"]["initial_states"]["states"]
     assert {name.split(".")[1] for name in saved} == {"0"}
     assert saved["recurrent.0.0"].flatten(1).any(1).all()
 

@@ -23,10 +23,10 @@ def test_parts_cover_every_element_of_every_matrix_once(world: int):
     size = -(-total // world)
     owners = torch.zeros(world * size, dtype=torch.int64)
     for rank in range(world):
-        for part in overlaps(SHAPES, rank * size, size):
-            assert rank * size <= part.begin < part.end <= (rank + 1) * size
-            assert part.offset <= part.begin and part.end <= part.offset + part.shape[0] * part.shape[1]
-            owners[part.begin : part.end] += 1
+        for (rows, columns), offset, begin, end in overlaps(SHAPES, rank * size, size):
+            assert rank * size <= begin < end <= (rank + 1) * size
+            assert offset <= begin and end <= offset + rows * columns
+            owners[begin:end] += 1
     assert owners[:total].eq(1).all() and owners[total:].eq(0).all()
 
 

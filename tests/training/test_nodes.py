@@ -111,8 +111,8 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     assert not any(map(is_training, psutil.Process().children(recursive=True)))
 
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
-    random_states = (run / "checkpoints" / "step-0000012").glob("rng-*")
-    assert sorted(path.name for path in random_states) == ["rng-0.pt", "rng-1.pt"]
+    written = (run / "checkpoints" / "step-0000012").glob("rank-*")
+    assert sorted(path.name for path in written) == ["rank-0.pt", "rank-1.pt"]
     assert (run / "logs" / "rank-1.log").is_file()  # two machines can't append to one file on NFS
 
 

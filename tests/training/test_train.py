@@ -216,9 +216,7 @@ def test_a_run_knows_its_text_wherever_it_lies(
 def test_the_export_is_the_checkpoint(sweep: tuple[Path, str]):
     run = sweep[0] / BATCH_2
     model = AutoModelForCausalLM.from_pretrained(run / "hf" / "step-0000004")
-    saved = torch.load(
-        run / "checkpoints" / "step-0000004" / "deepspeed" / "mp_rank_00_model_states.pt", weights_only=False
-    )["module"]
+    saved = torch.load(run / "checkpoints" / "step-0000004" / "weights.pt", weights_only=True)
     for name, value in model.state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, saved[name]), name

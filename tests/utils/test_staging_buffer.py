@@ -4,7 +4,6 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from enum import IntEnum
 
 import pytest
 import torch
@@ -71,22 +70,3 @@ def test_copies_share_memory_where_the_originals_do_and_are_made_in_place(buffer
     larger = torch.arange(10_000.0)
     files, beside = buffer.stage({"a": larger})
     assert torch.equal(load(buffer, files["a"], beside), larger)
-
-
-def test_memory_that_was_reserved_is_used_as_far_as_it_suffices(buffer: StagingBuffer) -> None:
-    buffer.reserve(1 << 16)
-    files, beside = buffer.stage({"a": torch.arange(1000.0)})
-    assert torch.equal(load(buffer, files["a"], beside), torch.arange(1000.0))
-    assert os.fstat(buffer.descriptor).st_size == 1 << 16
-    files, beside = buffer.stage({"a": torch.arange(100_000.0)})
-    assert torch.equal(load(buffer, files["a"], beside), torch.arange(100_000.0))
-
-
-class Stage(IntEnum):
-    TWO = 2
-
-
-def test_members_of_enumerations_are_written_as_their_values(buffer: StagingBuffer) -> None:
-    """A reader that permits only plain values could not load them."""
-    staged, beside = buffer.stage({"state.pt": {"stage": Stage.TWO, "x": torch.ones(3)}})
-    assert load(buffer, staged["state.pt"], beside)["stage"] == 2
