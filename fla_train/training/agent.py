@@ -47,7 +47,6 @@ from fla_train.training.process_group import (
     STORE_FILE,
     STORE_PREFIX,
     check_address,
-    is_loopback,
     is_own_address,
 )
 from fla_train.training.worker import FINAL
@@ -103,8 +102,6 @@ def run_workers(
     if launch.num_machines > 1:
         check_address(launch.main_process_ip)
         log(f"machines     waiting for all {launch.num_machines} at {address}")
-        if is_loopback(launch.main_process_ip):
-            log("machines     other machines do not reach this address: set launch.main_process_ip")
     restarts, deadline = launch.max_restarts, time.monotonic() + launch.rendezvous_timeout
     with StopSignals() as signals:
         while True:

@@ -48,7 +48,7 @@ POLL = 0.1  # seconds between checks for the other ranks' `part-R.json`
 class Job:
     """Describe the files that one rank's writer writes."""
 
-    folder: str  # folder that holds the checkpoints
+    folder: Path  # folder that holds the checkpoints
     # Name of the folder to write. It is the same on all ranks, and unique to this attempt.
     attempt: str
     rank: int
@@ -96,11 +96,11 @@ class AsyncWriter:
     def start(self, job: Job, beside: bytes) -> None:
         """Start to write `job`. `beside` holds the bytes that are not in the staging buffer."""
         self._busy = True
-        self._send(json.dumps(vars(job)).encode(), beside)
+        self._send((job, beside))
 
     def others_are_done(self, error: str | None) -> None:
         """Tell rank 0's writer that the other ranks have written their files, or why one failed."""
-        self._send(json.dumps({"error": error}).encode())
+        self._send(error)
 
     def done(self) -> bool:
         """Return whether the job has ended, so that `result` returns at once."""
@@ -110,7 +110,7 @@ class AsyncWriter:
         """Wait for the end of the job and return its result."""
         if self._busy:
             try:
-                self._result = Result(*json.loads(self._connection.recv_bytes()))
+                self._result = Result(*self._connection.recv())
             except (EOFError, OSError):
                 code = self.process.wait()
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -123,10 +123,9 @@ class AsyncWriter:
         self._connection.close()
         self.process.wait()
 
-    def _send(self, *messages: bytes) -> None:
+    def _send(self, message: object) -> None:
         with suppress(OSError):  # the process has ended, which `result` reports
-            for message in messages:
-                self._connection.send_bytes(message)
+            self._connection.send(message)
 
 
 def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | None:
@@ -139,7 +138,7 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
         WriteFailed: no checkpoint was written; rank 0 has deleted the files of it.
         EOFError: the trainer has ended.
     """
-    folder, name = Path(job.folder), checkpoint.folder_name(job.content["step"])
+    folder, name = job.folder, checkpoint.folder_name(job.content["step"])
     writing = folder / job.attempt
     try:
         if job.rank == 0:
@@ -216,7 +215,7 @@ def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[
                 files |= json.loads(_part(writing, rank).read_text())
                 missing.remove(rank)
         if missing and trainer.poll(POLL):
-            if error := json.loads(trainer.recv_bytes())["error"]:
+            if error := trainer.recv():
                 raise WriteFailed(error)
             deadline = time.monotonic() + VISIBLE
     for rank in range(1, world_size):
@@ -234,16 +233,16 @@ def main() -> None:
     trainer = Connection(descriptor)
     with suppress(EOFError, BrokenPipeError):
         while True:
-            message = json.loads(trainer.recv_bytes())
-            if "files" not in message:  # `others_are_done` after the end of the job
+            message = trainer.recv()
+            if not isinstance(message, tuple):  # `others_are_done` after the end of the job
                 continue
-            beside, begin = trainer.recv_bytes(), time.perf_counter()
+            begin = time.perf_counter()
             error, warning = None, None
             try:
-                warning = write(Job(**message), staging, beside, trainer)
+                warning = write(message[0], staging, message[1], trainer)
             except WriteFailed as failure:
                 error = str(failure)
-            trainer.send_bytes(json.dumps(Result(error, time.perf_counter() - begin, warning)).encode())
+            trainer.send((error, time.perf_counter() - begin, warning))
 
 
 if __name__ == "__main__":

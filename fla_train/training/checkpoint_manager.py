@@ -76,7 +76,7 @@ class CheckpointManager:
         try:
             segments, beside = self._staging.stage(self._content(state, features or {}))
             content = {"step": state.step, "world_size": self._world}
-            job = Job(str(self._folder), attempt, self._rank, segments, content, self._keep, self._keep_every)
+            job = Job(self._folder, attempt, self._rank, segments, content, self._keep, self._keep_every)
             self._job = job, beside
             if self._writer is None or self._writer.process.poll() is not None:
                 self._writer = AsyncWriter(self._staging.descriptor, self._rank)

@@ -100,7 +100,6 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
             "compute_grad_norm": False,
             # Round robin restores wrong weights on another number of ranks.
             "round_robin_gradients": False,
-            "load_from_fp32_weights": False,  # the weights are fp32, and the masters come from them
         },
         "bf16": {"enabled": False},  # DeepSpeed would also cast A_log and dt_bias
         "fp16": {"enabled": False},

@@ -111,7 +111,8 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
     Raises:
         ValueError: it can't be imported.
     """
-    optimizer = _custom_class(config)(groups, lr=config.lr, **(config.options or {}))
+    custom = import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
+    optimizer = custom(groups, lr=config.lr, **(config.options or {}))
     # A resumed run may change these settings. All other entries of the groups are state of the optimizer.
     optimizer.configured = {"lr", "weight_decay", *(config.options or {})}
     if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -131,10 +132,6 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
     return optimizer
 
 
-def _custom_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    return import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
-
-
 def check_elementwise(config: OptimizerConfig) -> None:
     """Check that a custom optimizer gives equal weights from ZeRO-2's flat partitions and whole tensors.
 
@@ -144,7 +141,7 @@ def check_elementwise(config: OptimizerConfig) -> None:
     Raises:
         ValueError: it can't be imported, the weights differ, or the constructor fails or creates state.
     """
-    made = _custom_class(config)
+    custom = import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 6, 8, generator=generator).unbind()
     results = []
@@ -153,7 +150,7 @@ def check_elementwise(config: OptimizerConfig) -> None:
         groups = [{"params": parameters, "weight_decay": config.weight_decay}]
         try:
             # A fixed rate: with a small one, wrong updates would be within the tolerance.
-            optimizer = made(groups, lr=0.01, **(config.options or {}))
+            optimizer = custom(groups, lr=0.01, **(config.options or {}))
             if optimizer.state:
                 raise ValueError("it creates state in its constructor; create it in the first step")
             for gradient in gradients:

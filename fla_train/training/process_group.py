@@ -91,29 +91,17 @@ def _store(world: int) -> dist.Store | None:
 
 
 def check_address(host: str) -> None:
-    """Check that the main machine's name does not resolve to its loopback, which others cannot reach.
-
-    `localhost` and numeric addresses are accepted. If the user names gloo's interface, no check is needed.
+    """Check that other machines can reach `host`, the main machine, unless the user names gloo's interface.
 
     Raises:
-        ValueError: the name resolves to a loopback address, or not at all.
-    """
-    numeric = not host.strip("0123456789.") or ":" in host
-    if host != "localhost" and not numeric and GLOO_INTERFACE not in os.environ and is_loopback(host):
-        raise ValueError(
-            f"launch.main_process_ip={host} resolves to a loopback address on {socket.gethostname()}: "
-            f"give the main machine's address as all machines see it, or set {GLOO_INTERFACE}"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`.
-
-    Raises:
-        ValueError: `host` does not resolve.
+        ValueError: `host` does not resolve, or resolves to a loopback address.
     """
     address = _own_address(host)
-    return address is not None and ip_address(address).is_loopback
+    if GLOO_INTERFACE not in os.environ and address is not None and ip_address(address).is_loopback:
+        raise ValueError(
+            f"launch.main_process_ip={host} is a loopback address on {socket.gethostname()}: give the main "
+            f"machine's address as all machines see it, or set {GLOO_INTERFACE}"
+        )
 
 
 def interface_towards(host: str) -> str | None:

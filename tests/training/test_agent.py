@@ -163,7 +163,10 @@ def test_ranks_share_the_cores_that_this_process_may_use(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("rank", "message"), [(None, "1 of 3 machines joined"), (1, "no store answers")], ids=["store", "none"]
 )
-def test_missing_machines_are_reported(tmp_path: Path, rank: int | None, message: str):
+def test_missing_machines_are_reported(
+    tmp_path: Path, rank: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # allows the loopback address
     launch = LaunchConfig("cpu", 3, 3, rank, "127.0.0.1", free_port(), rendezvous_timeout=1)
     with pytest.raises(TrainingFailed, match=rf"{message} at 127\.0\.0\.1:\d+ within 1 s"):
         play("", tmp_path, launch)

@@ -23,7 +23,7 @@ def make_job(folder: Path, rank: int, world_size: int, attempt: str = ".writing-
     if rank == 0:
         files |= {"weights.pt": [(True, 2, 3)], "state.json": [(False, 1, len(STATE))]}
     content = {"step": 3, "world_size": world_size}
-    return Job(str(folder), attempt, rank, files, content, keep=0, keep_every=0)
+    return Job(folder, attempt, rank, files, content, keep=0, keep_every=0)
 
 
 BESIDE = b"!" + STATE
@@ -69,7 +69,7 @@ def test_files_of_an_earlier_attempt_are_never_taken(writers: list[AsyncWriter],
 def test_files_that_rank_0_never_sees(staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(async_writer, "VISIBLE", 0.1)
     trainer, end = Pipe()
-    trainer.send_bytes(b'{"error": null}')
+    trainer.send(None)
     with pytest.raises(WriteFailed, match=r"^rank 1, 2: .*one folder that all machines share"):
         async_writer.write(make_job(tmp_path, 0, 3), staging, BESIDE, end)
     assert list(tmp_path.iterdir()) == []
@@ -104,9 +104,11 @@ def test_the_run_folder_is_not_made_again_where_it_was(writers: list[AsyncWriter
 
 def test_it_dies_with_its_trainer(staging: int):
     code = (
-        "import os, time; from fla_train.training.async_writer import AsyncWriter, Job;"
+        "import os, time; from pathlib import Path;"
+        "from fla_train.training.async_writer import AsyncWriter, Job;"
         "writer = AsyncWriter(os.memfd_create('staging'), 0);"
-        "writer.start(Job('/none', 'none', 0, {}, {'step': 0}, 0, 0), b''); writer.result();"  # it is up
+        "writer.start(Job(Path('/none'), 'none', 0, {}, {'step': 0}, 0, 0), b'');"
+        "writer.result();"  # it is up
         "print(writer.process.pid, flush=True); time.sleep(100)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

