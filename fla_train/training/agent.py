@@ -22,33 +22,16 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
 from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous as elastic
+from torch.distributed.elastic.agent import server
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
+from fla_train.training import process_group
 from fla_train.training.config import LaunchConfig
 from fla_train.training.failures import TrainingFailed, describe_exit
 from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
-from fla_train.training.process_group import (
-    LOOPBACK,
-    STORE_FILE,
-    STORE_PREFIX,
-    check_address,
-    is_own_address,
-)
 from fla_train.training.worker import FINAL
 from fla_train.utils.import_ahead import CPU_ONLY, start_worker
 from fla_train.utils.processes import available_cores, openmp_threads
@@ -100,7 +83,7 @@ def run_workers(
     address = f"{launch.main_process_ip}:{launch.main_process_port}"
     within = f"within {launch.rendezvous_timeout:g} s (launch.rendezvous_timeout)"
     if launch.num_machines > 1:
-        check_address(launch.main_process_ip)
+        process_group.check_address(launch.main_process_ip)
         log(f"machines     waiting for all {launch.num_machines} at {address}")
     restarts, deadline = launch.max_restarts, time.monotonic() + launch.rendezvous_timeout
     with StopSignals() as signals:
@@ -111,15 +94,15 @@ def run_workers(
                 command = [sys.executable, *arguments]
                 agent = Agent(command, launch, rendezvous, restarts, newest_step, scratch, signals, began)
                 return agent.run_to_end()
-            except RendezvousTimeoutError:
+            except elastic.RendezvousTimeoutError:
                 # Torch has no public name for the machines that waited. This one has just been removed.
                 joined = len(rendezvous._state_holder.state.participants) + 1
                 raise TrainingFailed(
                     f"{joined} of {launch.num_machines} machines joined at {address} {within}"
                 ) from None
-            except RendezvousClosedError:
+            except elastic.RendezvousClosedError:
                 raise TrainingFailed("another machine has ended the run: see its output") from None
-            except RendezvousConnectionError:
+            except elastic.RendezvousConnectionError:
                 if agent is not None and agent.begun:
                     restarts = agent._remaining_restarts - 1
                     if restarts < 0:
@@ -135,13 +118,13 @@ def _rendezvous(launch: LaunchConfig, address: str, run: str) -> DynamicRendezvo
     """Return the machines' rendezvous, with the store in this process if there is only one machine."""
     several = launch.num_machines > 1
     timeout = max(1, math.ceil(launch.rendezvous_timeout))
-    parameters = RendezvousParameters(
+    parameters = elastic.RendezvousParameters(
         backend="c10d",
         endpoint=address,
         run_id=run,
         min_nodes=launch.num_machines,
         max_nodes=launch.num_machines,
-        local_addr=None if several else LOOPBACK,
+        local_addr=None if several else process_group.LOOPBACK,
         join_timeout=timeout,
         read_timeout=min(READ_TIMEOUT, timeout),
     )
@@ -149,11 +132,11 @@ def _rendezvous(launch: LaunchConfig, address: str, run: str) -> DynamicRendezvo
         store = HashStore()
         return create_handler(store, C10dRendezvousBackend(store, run), parameters)
     rank = launch.machine_rank
-    serves = is_own_address(launch.main_process_ip) if rank is None else rank == 0
+    serves = process_group.is_own_address(launch.main_process_ip) if rank is None else rank == 0
     parameters.config["is_host"] = serves
     try:
         backend, store = create_backend(parameters)
-    except RendezvousConnectionError:
+    except elastic.RendezvousConnectionError:
         if not serves or rank == 0:
             raise
         # An agent that started earlier on this machine serves the store.
@@ -162,7 +145,7 @@ def _rendezvous(launch: LaunchConfig, address: str, run: str) -> DynamicRendezvo
     return create_handler(store, backend, parameters)
 
 
-class Agent(SimpleElasticAgent):
+class Agent(server.SimpleElasticAgent):
     """Run the workers of one machine, with rules for restarts, requests to stop and final errors.
 
     Attributes:
@@ -180,7 +163,7 @@ class Agent(SimpleElasticAgent):
         signals: StopSignals,
         began: float | None,
     ):
-        spec = WorkerSpec(
+        spec = server.WorkerSpec(
             role="rank",
             local_world_size=launch.num_processes // launch.num_machines,
             entrypoint=command[0],
@@ -215,7 +198,7 @@ class Agent(SimpleElasticAgent):
                 raise Preempted
             raise self._failure
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+    def _start_workers(self, worker_group: server.WorkerGroup) -> dict[int, int]:
         # All machines use one name for this start, which the first machine chooses.
         name = worker_group.store.compare_set("start", "", secrets.token_hex(8)).decode()
         self._folder = self._scratch / name
@@ -235,9 +218,9 @@ class Agent(SimpleElasticAgent):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         if self._launch.num_machines == 1:
-            common[STORE_FILE] = str(self._folder / "store")
+            common[process_group.STORE_FILE] = str(self._folder / "store")
         else:
-            common[STORE_PREFIX] = name
+            common[process_group.STORE_PREFIX] = name
         if self._launch.device == "cpu":
             common |= CPU_ONLY
         self._step, self.begun = self._newest_step(), True
@@ -255,7 +238,7 @@ class Agent(SimpleElasticAgent):
     def _error_file(self, local_rank: int) -> Path:
         return self._folder / f"error-{local_rank}.json"
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: server.WorkerGroup) -> server.RunResult:
         self._signals.repeat()
         codes = [process.poll() for process in self._workers]
         # A request kills a worker that has not installed its handlers yet. Such a worker has nothing to save.
@@ -264,14 +247,16 @@ class Agent(SimpleElasticAgent):
         if failed:
             self._shutdown()  # the other workers wait for the failed ones
             self._plan_restart(self._first(failed))
-            return RunResult(WorkerState.FAILED)
+            return server.RunResult(server.WorkerState.FAILED)
         if None in codes and not killed & {*codes}:
             if self._launch.num_machines > 1 and worker_group.spec.rdzv_handler.is_closed():
-                raise RendezvousClosedError
-            return RunResult(WorkerState.HEALTHY)
+                raise elastic.RendezvousClosedError
+            return server.RunResult(server.WorkerState.HEALTHY)
         self._shutdown()
         self._stopped = any(codes)
-        return RunResult(WorkerState.SUCCEEDED, {w.global_rank: None for w in worker_group.workers})
+        return server.RunResult(
+            server.WorkerState.SUCCEEDED, {w.global_rank: None for w in worker_group.workers}
+        )
 
     def _first(self, failed: dict[int, int]) -> TrainingFailed:
         """Return the earliest failure, by error files. A killed worker leaves none and makes the others fail.
@@ -301,7 +286,7 @@ class Agent(SimpleElasticAgent):
             self._began = time.time()
             log(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: server.WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(self, *_: object, **__: object) -> None:

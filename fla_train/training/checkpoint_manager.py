@@ -165,8 +165,7 @@ class CheckpointManager:
     def _gather(self, value: str | None) -> list[str | None]:
         """Return the values of all ranks."""
         values = [value] * self._world
-        if self._world > 1:
-            dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value)
         return values
 
     def _report(self, error: str | None, seconds: float = 0.0, warning: str | None = None) -> None:

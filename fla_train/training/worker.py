@@ -37,18 +37,15 @@ if TYPE_CHECKING:  # they import torch, and a request to stop must be handled be
 RETRY, FINAL = 1, 2
 
 
-def report(failure: BaseException, config: "TrainConfig | None" = None) -> int:
+def report(failure: BaseException, config: "TrainConfig | None" = None, *, has_log: bool = True) -> int:
     """Write the failure as one line for the agent, and in full to the log, as far as disks have space.
 
     Returns:
         This rank's exit status.
     """
-    with suppress(OSError):
-        traceback.print_exception(failure)
-    return _leave_line(failure, config)
-
-
-def _leave_line(failure: BaseException, config: "TrainConfig | None" = None) -> int:
+    if has_log:
+        with suppress(OSError):
+            traceback.print_exception(failure)
     line, final = describe_failure(failure, config)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # Write the file atomically, because the agent may read it at any moment.
@@ -64,8 +61,7 @@ def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
     try:
         console = redirect_output(RunFolder(Path(plan.config.run.dir)).log(int(os.environ["RANK"])))
     except OSError as failure:
-        # Report without a traceback, because it has no log file yet.
-        os._exit(_leave_line(failure))
+        os._exit(report(failure, has_log=False))
     try:
         finished = train(plan, console, request, timeline)
     except BaseException as failure:
@@ -199,7 +195,7 @@ def main() -> None:
         plan = read_plan(Path(sys.argv[1]))
     except (OSError, ValueError) as failure:
         # The agent's temporary files have been deleted, so another start would fail, too.
-        sys.exit(_leave_line(ValueError(str(failure))))
+        sys.exit(report(ValueError(str(failure)), has_log=False))
     if plan.config.launch.device == "cpu":
         keep_freed_memory()
     run(plan, request, timeline)

@@ -14,6 +14,7 @@ a changed key.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from functools import cache
@@ -25,41 +26,33 @@ AUTO = "auto"
 # How a resumed run treats a changed value: raise an error (fixed), ignore it (free), or log it (logged). For
 # `data` keys, it raises an error if the change leads to other tokens.
 Rule = Literal["fixed", "free", "logged", "data"]
-LIMITS: dict[str, Callable[[float, float], bool]] = {
-    "at least": lambda value, bound: value >= bound,
-    "at most": lambda value, bound: value <= bound,
-    "above": lambda value, bound: value > bound,
-    "below": lambda value, bound: value < bound,
-}
+LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 
 
 def key(
     default: Any = MISSING,
     *,
     factory: Callable[[], Any] | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
     choices: tuple[bool | str, ...] = (),
     classes: bool = False,
     resume: Rule | None = None,
     rules: Mapping[str, Rule] | None = None,
+    **limits: float,
 ) -> Any:
     """Declare a field of a config with its rules.
 
     Args:
         factory: creates the default of a section, a list or a mapping.
-        at_least, at_most, above, below: limits of a number, or of each number in a list. Null and, if the
-            type allows text, "auto" are exempt.
         choices: the allowed values.
         classes: also allow an import path, `package.module:NAME`.
         resume: how a resumed run treats a change; None: the rule of the section, and at the root `logged`.
         rules: `resume` of single keys in an untyped section.
+        limits: at_least, at_most, above, below: of a number, or of each number in a list. Null and, if the
+            type allows text, "auto" are exempt.
     """
-    bounds = {"at least": at_least, "at most": at_most, "above": above, "below": below}
+    assert limits.keys() <= LIMITS.keys()
     metadata = {
-        "limits": {words: bound for words, bound in bounds.items() if bound is not None},
+        "limits": limits,
         "choices": choices,
         "classes": classes,
         "resume": resume,
@@ -147,4 +140,5 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield f"{name}={value} must lie in -2^63..2^63 - 1"
     elif isinstance(value, int | float) and not all(LIMITS[word](value, limits[word]) for word in limits):
-        yield f"{name}={value} must be {' and '.join(f'{word} {bound:g}' for word, bound in limits.items())}"
+        bounds = (f"{word.replace('_', ' ')} {bound:g}" for word, bound in limits.items())
+        yield f"{name}={value} must be {' and '.join(bounds)}"
