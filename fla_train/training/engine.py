@@ -61,19 +61,16 @@ class HostTransfer:
         return self._values.tolist()
 
 
-class Outcome:
+class Outcome(HostTransfer):
     """Hold a `StepResult` that is being copied to the host.
 
     Args:
         values: loss, gradient norm, targets, skipped, ranks that were asked to stop; [5] fp64 on the device.
     """
 
-    def __init__(self, values: Tensor):
-        self._copy = HostTransfer(values)
-
     def read(self) -> StepResult:
         """Wait for the end of this step, but not for later steps, and return its result."""
-        loss, norm, targets, skipped, stop = self._copy.read()
+        loss, norm, targets, skipped, stop = super().read()
         return StepResult(loss, norm, int(targets), bool(skipped), stop > 0)
 
 

@@ -56,10 +56,7 @@ class RunFolder:
 
     def id(self) -> str | None:
         """Return the random id that the run's checkpoints also record, or None before the first start."""
-        try:
-            return self.run_id.read_text().strip() or None
-        except OSError:
-            return None
+        return self.run_id.read_text().strip() or None if self.run_id.is_file() else None
 
     @property
     def store(self) -> CheckpointStore:
