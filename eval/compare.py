@@ -2,24 +2,26 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fla_train.eval.intervals import Mean
-from fla_train.eval.result import Curve, EvalResult, Score
+from fla_train.eval.result import EvalResult, Score
 
 COLUMNS = "section data length metric value stderr low high documents sequences chance".split()
-DIFFERENCE = ["difference", "difference_stderr", "mark"]
+DIFFERENCE = ["difference", "difference_stderr", "difference_low", "difference_high", "mark"]
 BETTER, WORSE = "▲", "▼"
 
 
 def long_table(results: Sequence[EvalResult]) -> pd.DataFrame:
     """Return one row for each number of each evaluation.
 
-    Columns are `evaluation`, those of `COLUMNS`, and for all evaluations but the first `difference`,
-    `difference_stderr` and `mark`: ▲ (better) or ▼ (worse than the first) for a difference of more than two
-    standard errors. The difference is missing where the two did not read the same data.
+    Columns are `evaluation`, those of `COLUMNS`, and for all evaluations but the first those of `DIFFERENCE`.
+    `mark` is ▲ (better) or ▼ (worse than the first) for a difference of more than two standard errors. The
+    difference is missing where the two did not read the same data. Its 95% interval is known for paired
+    documents only.
     """
     reference = results[0]
     rows = []
@@ -27,39 +29,36 @@ def long_table(results: Sequence[EvalResult]) -> pd.DataFrame:
         for score in result.scores:
             row = {"evaluation": result.name} | {column: getattr(score, column) for column in COLUMNS}
             other = None if result is reference else reference.find(*score.key)
-            if other is not None and (found := difference(result, score, reference, other)) is not None:
-                row |= dict(zip(DIFFERENCE, found, strict=True))
-            rows.append(row)
-    columns = ["evaluation", *COLUMNS, *DIFFERENCE]
-    return pd.DataFrame(rows, columns=columns).astype({"length": "Int64", "sequences": "Int64"})
+            rows.append(row if other is None else row | difference(result, score, reference, other))
+    table = pd.DataFrame(rows, columns=["evaluation", *COLUMNS, *DIFFERENCE])
+    return table.astype({"length": "Int64", "sequences": "Int64", "chance": float})
 
 
-def difference(
-    result: EvalResult, score: Score, reference: EvalResult, other: Score
-) -> tuple[float, float | None, str] | None:
-    """Return `score - other`, its standard error and its mark; None for numbers of different data.
+def difference(result: EvalResult, score: Score, reference: EvalResult, other: Score) -> dict[str, Any]:
+    """Return the columns of `DIFFERENCE` for `score - other`; none for numbers of different data.
 
     Differences of the same documents are paired. Where the documents are not known the standard error is the
     root of the summed squares, which is too large if both models fail on the same documents.
     """
     if score.fingerprint != other.fingerprint:
-        return None
-    change = tested = score.value - other.value
-    error = None
+        return {}
+    change = score.value - other.value
+    error = low = high = None
     documents, others = _documents(result, score), _documents(reference, other)
     if documents.by_document and others.by_document:
         if (paired := paired_mean(documents, others)) is None:
-            return None
+            return {}
+        _, error, low, high = paired.numbers()
         # Documents add to the loss, or to another logarithm of the number: scale to the number's unit.
-        tested, error = paired.value, paired.stderr
-        if error and tested and not math.isclose(tested, change, abs_tol=1e-9):
-            error *= abs(change / tested)
+        if error and paired.value and not math.isclose(paired.value, change, abs_tol=1e-9):
+            error, low, high = (x * abs(change / paired.value) for x in (error, low, high))
     elif score.stderr is not None and other.stderr is not None:
         error = math.hypot(score.stderr, other.stderr)
     significant = math.isinf(change) or (error is not None and abs(change) > 2 * error)
-    if score.higher_is_better is None or not significant:
-        return change, error, ""
-    return change, error, BETTER if (change > 0) == score.higher_is_better else WORSE
+    mark = ""
+    if score.higher_is_better is not None and significant:
+        mark = BETTER if (change > 0) == score.higher_is_better else WORSE
+    return dict(zip(DIFFERENCE, (change, error, low, high, mark), strict=True))
 
 
 def _documents(result: EvalResult, score: Score) -> Score:
@@ -78,21 +77,3 @@ def paired_mean(score: Score, other: Score) -> Mean | None:
         return None
     weights = np.ones(len(score.by_document)) if score.weights is None else np.array(score.weights, float)
     return Mean.of(np.subtract(score.by_document, other.by_document) * weights, weights)
-
-
-def loss_differences(result: EvalResult, reference: EvalResult, data: str) -> Curve | None:
-    """Return loss minus the reference's loss (nats) at each context length that both have; None without any.
-
-    `edges` holds the lengths. `sequences` is 0: it differs by length.
-    """
-    rows = []
-    for score in result.of("perplexity"):
-        other = reference.find(*score.key)
-        if score.data != data or score.metric != "loss" or other is None:
-            continue
-        if score.fingerprint == other.fingerprint and (mean := paired_mean(score, other)) is not None:
-            rows.append((score.length, mean.value, *(mean.interval or (None, None))))
-    if not rows:
-        return None
-    lengths, values, low, high = zip(*rows, strict=True)
-    return Curve(data, "loss", lengths[-1], 0, lengths, values, low, high)

@@ -1,71 +1,36 @@
-"""`suite=expressivity`: accuracy on the synthetic task that a model was trained on."""
+"""`suite.expressivity`: accuracy on the synthetic task that a model was trained on."""
 
-import json
-import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import torch
 from omegaconf import OmegaConf
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import fla_train.models.auto  # noqa: F401  registers the models with the Auto classes
-from fla_train.eval.config import EvalConfig, ExpressivityConfig
-from fla_train.eval.run import check_request, output_folder, output_lock
-from fla_train.eval.tables import markdown_table, number
-from fla_train.hub.load import load_weights, resolve_checkpoint, training_record
-from fla_train.hub.paths import own_name, run_folder
-from fla_train.tasks import Score, Task, TaskConfig, make_task, tasks_for_testing
+from fla_train.eval.config import ExpressivityConfig
+from fla_train.eval.result import Measured, Score
+from fla_train.eval.result_cache import Job
+from fla_train.eval.session import Session
+from fla_train.hub.load import training_record
+from fla_train.tasks import Score as TaskScore
+from fla_train.tasks import Task, TaskConfig, make_task, tasks_for_testing
 from fla_train.tasks.config import TEST_SEED, is_own, task_class
-from fla_train.tasks.plots import plot_accuracy
-from fla_train.utils.device import pick_device, pick_dtype
-from fla_train.utils.environment import describe_environment
-from fla_train.utils.ranks import world_size
 
 
-def evaluate_expressivity(config: EvalConfig) -> tuple[Path, dict[str, Any]]:
-    """Test the model on its task, and write results.json, table.md and accuracy.png.
-
-    Returns:
-        The evaluation's folder and the content of results.json.
+def expressivity_jobs(session: Session, settings: ExpressivityConfig, trained: TaskConfig) -> Iterator[Job]:
+    """Yield a job for each test set of the task that was trained, and for each of `settings.lengths`.
 
     Raises:
-        ValueError: no such checkpoint, it was not trained on a task, only the checkpoint names the task's
-            class, or there are several processes.
+        ValueError: the task has no length.
     """
-    check_request(config)
-    if world_size() > 1:
-        raise ValueError("suite=expressivity runs in one process: start it without torchrun")
-    settings, started = config.suite.expressivity, time.time()
-    source = resolve_checkpoint(config.checkpoint)
-    device = pick_device(config.device)
-    trust = {"mixer": config.mixer, "trust_remote_code": config.trust_remote_code}
-    model = load_weights(source, device, pick_dtype(config.dtype), **trust)
-    task = trained_task(model, source, settings.task, config.trust_remote_code)
-    folder = output_folder(config, source)
-    with output_lock(folder):
-        tests = _tests(task, settings)
-        scores = {name: _score(model, test, settings) for name, test in tests.items()}
-        curves = {name: scores[name].curve(test) for name, test in tests.items()}
-        plot_accuracy(curves, own_name(run_folder(source) or source), folder / "accuracy.png")
-        record = {
-            "checkpoint": str(source),
-            "task": asdict(task),
-            "model": model.config.to_dict() | {"class": type(model).__name__},
-            "accuracy": {name: scores[name].scalars(test) for name, test in tests.items()},
-            "chance": {
-                name: test.against_chance(scores[name].tally.token_accuracy, settings.sequences)
-                for name, test in tests.items()
-            },
-            "curves": curves,
-            "environment": describe_environment(device),
-            "seconds": round(time.time() - started, 1),
-        }
-        (folder / "results.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-        (folder / "table.md").write_text(_table(record))
-    return folder, record
+    for name, test in _tests(trained, settings).items():
+        request = asdict(settings) | {"trained": asdict(trained)}
+        yield Job("expressivity", name, request, partial(_measure, session, settings, trained, name, test))
 
 
 def trained_task(
@@ -102,27 +67,23 @@ def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
 
 
 @torch.no_grad()
-def _score(model: PreTrainedModel, task: Task, settings: ExpressivityConfig) -> Score:
-    """Return the score on `settings.sequences` of the task."""
-    total = None
-    for start in range(0, settings.sequences, settings.batch_size):
+def _measure(
+    session: Session, settings: ExpressivityConfig, trained: TaskConfig, name: str, task: Task
+) -> Measured:
+    model, ranks = session.model, session.ranks
+    scores = []
+    starts = range(0, settings.sequences, settings.batch_size)[ranks.rank :: ranks.world]
+    for start in tqdm(starts, desc=name, disable=not session.progress):
         batch = task.batch(range(start, min(start + settings.batch_size, settings.sequences)))
         logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
-        score = Score.of(task, logits, batch)
-        total = score if total is None else total + score
-    return total
-
-
-def _table(record: dict[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            key.replace("_", " "),
-            number(value),
-            record["chance"][name] if key == "token_accuracy" else "",
-        )
-        for name, metrics in record["accuracy"].items()
-        for key, value in metrics.items()
+        scores.append(TaskScore.of(task, logits, batch))
+    total = reduce(add, [score for part in ranks.gather(scores) for score in part])
+    common = {"documents": settings.sequences, "higher_is_better": True}
+    common["fingerprint"] = repr((trained, name, settings.sequences))
+    chance = {"token_accuracy": task.chance}
+    scores = [
+        Score("expressivity", name, metric, value, chance=chance.get(metric), **common)
+        for metric, value in total.scalars(task).items()
     ]
-    table = markdown_table(pd.DataFrame(rows, columns=["test set", "metric", "value", "chance"]))
-    return "\n".join([f"# {record['checkpoint']}", "", *table, ""])
+    note = f"Task {trained.kind}, {trained.options}, trained on {trained.train}."
+    return Measured(scores, notes=[note], accuracy={name: total.curve(task)})

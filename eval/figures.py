@@ -1,6 +1,6 @@
 """Figures of evaluations as png and pdf: perplexity, loss differences, needles and scores of tasks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, product
 from operator import attrgetter
@@ -11,11 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from fla_train.eval.compare import loss_differences
+from fla_train.eval.compare import long_table
 from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published
-from fla_train.eval.result import Curve, EvalResult, unique
+from fla_train.eval.result import EvalResult, Score, unique
 from fla_train.eval.sets import PAPER_SETS
+from fla_train.tasks.plots import plot_accuracy
 from fla_train.utils.figure_style import style
+
+MARKERS = {"marker": "o", "markersize": 3}
 
 
 def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
@@ -26,9 +29,10 @@ def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
     - `loss_difference`: loss minus that of the first evaluation, with intervals paired by document.
     - `needle`: accuracy against length.
     - `tasks`: scores of lm-eval's tasks in percent, with the published ones.
+    - `accuracy`: accuracy on a synthetic task against length.
     """
     drawings = {"perplexity": _perplexity, "loss_difference": _loss_differences}
-    drawings |= {"needle": _needles, "tasks": _tasks}
+    drawings |= {"needle": _needles, "tasks": _tasks, "accuracy": _accuracy}
     return [name for name, draw in drawings.items() if draw(folder / name, results)]
 
 
@@ -38,21 +42,16 @@ def grid(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iter
     with style():
         figure = Figure(figsize=(size[0] * columns, size[1] * rows))
         yield figure.subplots(rows, columns, squeeze=False)
-        _save(figure, file)
-
-
-def _save(figure: Figure, file: Path) -> None:
-    """Add one legend for all panels, and write png and pdf."""
-    lines: dict[str, object] = {}
-    for panel in figure.axes:
-        handles, labels = panel.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
-    if lines:
-        width = 0.5 + 0.062 * max(map(len, lines))  # inches of an entry in letters of 8 points
-        fitting = max(1, min(len(lines), int(figure.get_figwidth() / width)))
-        figure.legend(lines.values(), lines.keys(), fontsize=8, loc="outside lower center", ncols=fitting)
-    figure.savefig(file.with_suffix(".png"))
-    figure.savefig(file.with_suffix(".pdf"))
+        lines: dict[str, object] = {}
+        for panel in figure.axes:
+            handles, labels = panel.get_legend_handles_labels()
+            lines |= dict(zip(labels, handles, strict=True))
+        if lines:
+            width = 0.5 + 0.062 * max(map(len, lines))  # inches of an entry in letters of 8 points
+            fitting = max(1, min(len(lines), int(figure.get_figwidth() / width)))
+            figure.legend(lines.values(), lines.keys(), fontsize=8, loc="outside lower center", ncols=fitting)
+        figure.savefig(file.with_suffix(".png"))
+        figure.savefig(file.with_suffix(".pdf"))
 
 
 def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
@@ -68,9 +67,7 @@ def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
                 scores = [s for s in result.of("perplexity") if (s.data, s.metric) == (data, metric)]
                 # Lengths with different sequences average different text, so no line joins them.
                 for j, (_, group) in enumerate(groupby(scores, key=attrgetter("sequences"))):
-                    x, y, low, high = zip(*((s.length, s.value, s.low, s.high) for s in group), strict=True)
-                    label = None if j else result.name
-                    _line(panel, x, y, low, high, color=f"C{i}", label=label, marker="o", markersize=3)
+                    _line(panel, i, None if j else result.name, _points(group), **MARKERS)
             panel.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
             _length_axis(panel, lengths, "context length (tokens)")
             _bound(panel)
@@ -78,7 +75,10 @@ def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
                 for i, result in enumerate(results):
                     for curve in result.curves:
                         if (curve.data, curve.metric, curve.length) == (data, metric, length):
-                            _along(below, curve, f"C{i}", result.name)
+                            middles = np.convolve(curve.edges, [0.5, 0.5], "valid")
+                            _line(below, i, result.name, (middles, curve.value, curve.low, curve.high))
+                            where = {"ha": "right", "va": "top", "transform": below.transAxes}
+                            below.text(0.97, 0.95, f"n = {curve.sequences}", fontsize=7, color="0.4", **where)
                 below.set_xlabel("position (tokens)")
                 if any(16 * (result.trained_length or length) <= length for result in results):
                     below.set_xscale("log", base=2)
@@ -104,21 +104,23 @@ def _metric(results: Sequence[EvalResult]) -> str:
     return "bits_per_byte" if bytes_known and any(len(p) > 1 for p in prints.values()) else "perplexity"
 
 
-def _along(panel: Axes, curve: Curve, color: str, name: str) -> None:
-    middles = [(start + end) / 2 for start, end in zip(curve.edges, curve.edges[1:], strict=False)]
-    _line(panel, middles, curve.value, curve.low, curve.high, color=color, label=name)
-    where = {"ha": "right", "va": "top", "transform": panel.transAxes, "fontsize": 7, "color": "0.4"}
-    panel.text(0.97, 0.95, f"n = {curve.sequences}", **where)
+def _points(scores: Sequence[Score]) -> Iterator[tuple]:
+    """Return lengths, values, and lower and upper ends of the intervals."""
+    return zip(*((s.length, s.value, s.low, s.high) for s in scores), strict=True)
 
 
-def _line(panel: Axes, x: Sequence, y: Sequence, low: Sequence, high: Sequence, **style: object) -> None:
-    """Plot values, with the 95% intervals as a band; as a bar at a single point. Intervals may be None."""
-    panel.plot(x, y, **style)
-    if all(value is not None for value in low):
+def _line(panel: Axes, i: int, label: str | None, points: Iterable[Sequence], **style: object) -> None:
+    """Plot x, y, low and high of evaluation `i`, with the 95% intervals as a band; as a bar at one point.
+
+    Intervals may be None or NaN.
+    """
+    x, y, low, high = (np.array(values, float) for values in points)
+    panel.plot(x, y, color=f"C{i}", label=label, **style)
+    if not np.isnan(low).any():
         if len(x) == 1:
-            panel.vlines(x, low, high, color=style["color"], alpha=0.4)
+            panel.vlines(x, low, high, color=f"C{i}", alpha=0.4)
         else:
-            panel.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            panel.fill_between(x, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
 
 
 def _bound(panel: Axes) -> None:
@@ -150,24 +152,20 @@ def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
 
 
 def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
-    reference, *others = results
-    found: dict[str, list[tuple[int, str, Curve]]] = {}
-    for data in unique(score.data for score in reference.of("perplexity")):
-        for i, result in enumerate(others, 1):
-            if curve := loss_differences(result, reference, data):
-                found.setdefault(data, []).append((i, result.name, curve))
-    if not found:
+    table, names = long_table(results), [result.name for result in results]
+    table = table[(table.section == "perplexity") & (table.metric == "loss") & table.difference.notna()]
+    if table.empty:
         return False
-    with grid(file, 1, len(found), (4.2, 3.4)) as axes:
-        for panel, (data, curves) in zip(axes[0], found.items(), strict=True):
-            panel.axhline(0, color="C0", label=reference.name)
-            for i, name, c in curves:
-                style = {"color": f"C{i}", "label": name, "marker": "o", "markersize": 3}
-                _line(panel, c.edges, c.value, c.low, c.high, **style)
-            _length_axis(panel, sorted({n for *_, c in curves for n in c.edges}), "context length (tokens)")
+    with grid(file, 1, table.data.nunique(), (4.2, 3.4)) as axes:
+        for panel, (data, rows) in zip(axes[0], table.groupby("data", sort=False), strict=True):
+            panel.axhline(0, color="C0", label=names[0])
+            for name, group in rows.groupby("evaluation", sort=False):
+                columns = group[["length", "difference", "difference_low", "difference_high"]]
+                _line(panel, names.index(name), name, columns.to_numpy(float).T, **MARKERS)
+            _length_axis(panel, sorted(rows.length.unique()), "context length (tokens)")
             _mark_training(panel, results)
             panel.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
-        axes[0, 0].set_ylabel(f"loss minus that of {reference.name} (nats per token)")
+        axes[0, 0].set_ylabel(f"loss minus that of {names[0]} (nats per token)")
     return True
 
 
@@ -181,14 +179,12 @@ def _needles(file: Path, results: Sequence[EvalResult]) -> bool:
             for i, result in enumerate(results):
                 scores = [s for s in result.of("needle") if s.data == f"{task}/{prompt}"]
                 if scores:
-                    table = np.array([(s.length, s.value, s.low, s.high) for s in scores]).T
-                    style = {"color": f"C{i}", "label": result.name, "marker": "o", "markersize": 3}
-                    _line(panel, table[0], *100 * table[1:], **style)
+                    _line(panel, i, result.name, _points(scores), **MARKERS)
             _length_axis(panel, _lengths(results, "needle"), "length (tokens)")
             _mark_training(panel, results)
-            panel.set(ylim=(-3, 103), title=f"{task}, {prompt}")
+            panel.set(ylim=(-0.03, 1.03), title=f"{task}, {prompt}")
         for panel in axes[:, 0]:
-            panel.set_ylabel("accuracy (percent)")
+            panel.set_ylabel("accuracy")
     return True
 
 
@@ -209,7 +205,7 @@ def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
     columns = _columns(results)
     if not columns:
         return False
-    rows = [row for group in published() if group.paper == "delta_product" for row in group.rows.values()]
+    rows = published()[1].values()
     width = 0.7 / len(results)
     with grid(file, 1, 1, (max(8.0, 0.9 * len(columns)), 3.6)) as axes:
         panel = axes[0, 0]
@@ -230,3 +226,11 @@ def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
         panel.tick_params(axis="x", labelsize=8)
         panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4), ylim=(0, None))
     return True
+
+
+def _accuracy(file: Path, results: Sequence[EvalResult]) -> bool:
+    names = {result.name: "" if len(results) == 1 else f"{result.name}: " for result in results}
+    curves = {names[r.name] + test: curve for r in results for test, curve in r.accuracy.items()}
+    if curves:
+        plot_accuracy(curves, ", ".join(names), file.with_suffix(".png"))
+    return bool(curves)

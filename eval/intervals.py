@@ -16,18 +16,8 @@ from fla_train.eval.result import Value
 LEVEL = 0.95
 
 
-def leave_one_out(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the mean sum(sums) / sum(weights) with each of the documents left out: [D] -> [D]."""
-    return (sums.sum() - sums) / (weights.sum() - weights)
-
-
-def jackknife_error(left_out: np.ndarray, value: float) -> float:
-    """Return the standard error of `value` from its values without each document, `left_out` [D]."""
-    return math.sqrt((1 - 1 / len(left_out)) * float(((left_out - value) ** 2).sum()))
-
-
 def degrees_of_freedom(shares: np.ndarray) -> float:
-    """Return the degrees of freedom of the squared `jackknife_error`.
+    """Return the degrees of freedom of the squared jackknife error.
 
     They are those of the scaled chi-squared with the same mean and variance (Bell and McCaffrey, 2002), if
     the variance of a document's sum is proportional to its weight squared: D - 1 for equal documents, fewer
@@ -74,7 +64,8 @@ class Mean:
             return cls(value, None, 0.0, documents)
         counted = (weights > 0) | (sums != 0)
         sums, weights = sums[counted], weights[counted]
-        error = jackknife_error(leave_one_out(sums, weights), value)
+        left_out = (sums.sum() - sums) / (weights.sum() - weights)  # the mean without each document
+        error = math.sqrt((1 - 1 / len(sums)) * float(((left_out - value) ** 2).sum()))
         return cls(value, error, degrees_of_freedom(weights / weights.sum()), documents)
 
     @property
@@ -113,15 +104,15 @@ class Estimate:
     targets: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, sums: np.ndarray, targets: np.ndarray, sizes: np.ndarray | None, sequences: int
-    ) -> "Estimate":
-        """Return the estimate from each document's summed loss (nats), targets and bytes, [D] each."""
+    def of(cls, sums: np.ndarray, targets: np.ndarray, sizes: np.ndarray, sequences: int) -> "Estimate":
+        """Return the estimate from each document's summed loss (nats), targets and bytes, [D] each.
+
+        The bytes are zero where they are not known.
+        """
         losses = np.divide(sums, targets, out=np.zeros(len(sums)), where=targets > 0)
-        bits = Mean.of(sums / math.log(2), sizes) if sizes is not None and sizes.any() else None
-        return cls(
-            Mean.of(sums, targets), bits, sequences, tuple(losses.tolist()), tuple(map(int, targets.tolist()))
-        )
+        bits = Mean.of(sums / math.log(2), sizes) if sizes.any() else None
+        counts = tuple(map(int, targets.tolist()))
+        return cls(Mean.of(sums, targets), bits, sequences, tuple(losses.tolist()), counts)
 
     def values(self) -> dict[str, Value]:
         """Return `loss`, `perplexity` and, where bytes are known, `bits_per_byte`."""

@@ -16,8 +16,15 @@ from fla_train.eval.tables import markdown_table
 
 POWER = 0.8  # probability with which the smallest detectable difference is detected
 TRANSIENT = 0.5  # nats per doubling of the tokens
-LOSS, FALL = "validation loss", "loss fall per doubling"
-FORMATS = {LOSS: ".4f", "bits per byte": ".4f", FALL: ".2f", "tokens/s": ",.0f", "memory (GiB)": ".2f"}
+LOSS, FALL, DECODE = "validation loss", "loss fall per doubling", "decode ms/token"
+FORMATS = {
+    LOSS: ".4f",
+    "bits per byte": ".4f",
+    FALL: ".2f",
+    "tokens/s": ",.0f",
+    "memory (GiB)": ".2f",
+    DECODE: ".2f",
+}
 
 
 def long_table(runs: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
@@ -118,7 +125,7 @@ def write_report(
     table = long_table(runs, models)
     table.to_csv(folder / "table.csv", index=False)
     losses = table[table.metric == LOSS].sort_values("value", kind="stable")
-    lines = ["# Comparison", "", *markdown_table(_summary(table, losses.model)), ""]
+    lines = ["# Comparison", "", *markdown_table(_summary(table, losses)), ""]
     if pd.notna(difference := losses.detectable_difference.iloc[0]):
         lines.append(
             "- ± is half of a 95% interval over seeds. Smallest detectable difference of validation losses: "
@@ -130,21 +137,18 @@ def write_report(
     _draw(folder / "comparison", losses, sweep, curves)
 
 
-def _summary(table: pd.DataFrame, order: Sequence[str]) -> pd.DataFrame:
-    """Return a row of text for each model in this order, with a column for each metric."""
-    rows = []
-    for model in order:
-        numbers = {row.metric: row for row in table[table.model == model].itertuples()}
-        loss = numbers[LOSS]
-        cells = {"model": model, "parameters": f"{loss.parameters:,}"}
-        cells |= {"learning rate": f"{loss.learning_rate:g}", "seeds": str(loss.seeds)}
-        rows.append(cells | {name: _cell(numbers.get(name)) for name in table.metric.unique()})
-    return pd.DataFrame(rows)
+def _summary(table: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
+    """Return a row of text for each row of `losses`, with a column for each metric."""
+    cells = table.assign(cell=list(map(_cell, table.itertuples())))
+    cells = cells.pivot(index="model", columns="metric", values="cell")[[*table.metric.unique()]].fillna("-")
+    columns = {"parameters": "{:,}", "learning rate": "{:g}", "seeds": "{}"}
+    texts = {name: losses[name.replace(" ", "_")].map(form.format) for name, form in columns.items()}
+    return pd.DataFrame({"model": losses.model} | texts).merge(cells, left_on="model", right_index=True)
 
 
 def _cell(row: Any) -> str:
     """Format a row of `long_table` with half of its interval."""
-    if row is None or math.isnan(row.value):
+    if math.isnan(row.value):
         return "-"
     form = FORMATS.get(row.metric, ".4g")
     return f"{row.value:{form}}" + ("" if pd.isna(row.low) else f" ± {row.high - row.value:{form}}")

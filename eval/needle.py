@@ -26,20 +26,18 @@ from pydoc_data.topics import topics
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
 from fla_train.data.tokenizers import encode
 from fla_train.eval.config import NeedleConfig
 from fla_train.eval.documents import file_texts
 from fla_train.eval.intervals import Mean, proportion_interval
-from fla_train.eval.likelihood import position_limit
 from fla_train.eval.memory import in_halves
-from fla_train.eval.parallel import Ranks
 from fla_train.eval.result import Measured, Score
 from fla_train.eval.result_cache import Job
+from fla_train.eval.session import Session
 from fla_train.hub.generate import continue_tokens
-from fla_train.hub.load import document_prefix
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
@@ -168,23 +166,15 @@ def make_sample(
     return Sample(text, (*prefix, *tokens), value)
 
 
-def needle_jobs(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: NeedleConfig,
-    *,
-    ranks: Ranks,
-    progress: bool,
-) -> Iterator[Job]:
-    """Yield a job for each of `config.tasks`, `config.prompts` and `config.lengths`. The ranks share the
-    samples.
+def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
+    """Yield a job for each of `config.tasks`, `config.prompts` and `config.lengths`.
 
     Lengths beyond a model's table of positions are left out.
 
     Raises:
         ValueError: all lengths are beyond that table, or the essays cannot be read.
     """
-    limit = position_limit(model)
+    limit, tokenizer = session.limit, session.tokenizer
     lengths = [length for length in sorted(config.lengths) if limit is None or length <= limit]
     if not lengths:
         raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.needle.lengths")
@@ -197,24 +187,18 @@ def needle_jobs(
         files = describe_files(find_files(config.essays)) if config.essays else None
     for task, prompt, length in product(config.tasks, config.prompts, lengths):
         haystack, read = (noise, None) if task == "niah_single_1" else (texts, files)
-        work = partial(_ask, model, tokenizer, task, haystack, prompt, length, config, ranks, progress)
+        work = partial(_ask, session, config, task, haystack, prompt, length)
         yield Job("needle", f"{task}/{prompt}/{length}", settings | {"files": read}, work)
 
 
 def _ask(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    haystack: Haystack,
-    prompt: str,
-    length: int,
-    config: NeedleConfig,
-    ranks: Ranks,
-    progress: bool,
+    session: Session, config: NeedleConfig, task: str, haystack: Haystack, prompt: str, length: int
 ) -> Measured:
-    prefix = document_prefix(model, tokenizer)
-    numbers = range(ranks.rank, config.samples, ranks.world)
-    samples = [make_sample(task, haystack, tokenizer, prompt, length, n, config, prefix) for n in numbers]
+    model, tokenizer, ranks = session.model, session.tokenizer, session.ranks
+    samples = [
+        make_sample(task, haystack, tokenizer, prompt, length, number, config, session.prefix)
+        for number in range(ranks.rank, config.samples, ranks.world)
+    ]
 
     def generate(batch: Sequence[Sample]) -> list[list[int]]:
         rows = [sample.tokens for sample in batch]
@@ -222,7 +206,7 @@ def _ask(
 
     outcomes = []
     starts = range(0, len(samples), config.batch_size)
-    for start in tqdm(starts, desc=f"{task}, {prompt}, {length:,} tokens", disable=not progress):
+    for start in tqdm(starts, desc=f"{task}, {prompt}, {length:,} tokens", disable=not session.progress):
         batch = samples[start : start + config.batch_size]
         remedy = "the GPU's memory is too small for a prompt: lower suite.needle.lengths"
         for sample, answer in zip(batch, in_halves(generate, batch, remedy), strict=True):
@@ -233,17 +217,13 @@ def _ask(
     gathered = ranks.gather(outcomes)
     outcomes = [part[i] for i in range(len(gathered[0])) for part in gathered if i < len(part)]
     correct = [right for right, _ in outcomes]
-    mean = Mean.of(np.array(correct), np.ones(len(correct)))
     low, high = proportion_interval(sum(correct), len(correct))
     score = Score(
         "needle",
         f"{task}/{prompt}",
         "accuracy",
-        mean.value,
         length=length,
-        stderr=mean.stderr,
-        low=low,
-        high=high,
+        **Mean.of(np.array(correct), np.ones(len(correct))).numbers()._replace(low=low, high=high)._asdict(),
         documents=len(correct),
         higher_is_better=True,
         fingerprint=hashlib.sha256("".join(digest for _, digest in outcomes).encode()).hexdigest(),

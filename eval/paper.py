@@ -65,19 +65,14 @@ def paper_row(result: EvalResult) -> dict[str, float | None]:
 
 def paper_table(results: Sequence[EvalResult]) -> pd.DataFrame | None:
     """Return Table 1 of the DeltaProduct paper and our rows; None if no evaluation has its columns."""
-    rows = [paper_row(result) for result in results]
-    heads = [head for head in HEADS if any(head in row for row in rows)]
+    ours = {result.name: paper_row(result) for result in results}
+    heads = [head for head in HEADS if any(head in row for row in ours.values())]
     if not heads:
         return None
-    cells = [
-        {"model": f"{model} ({group.title})"} | {head: values[head] for head in heads}
-        for group in published()
-        if group.paper == "delta_product"
-        for model, values in group.rows.items()
-    ]
-    for result, row in zip(results, rows, strict=True):
-        cells.append({"model": result.name} | {head: _cell(head, row.get(head)) for head in heads})
-    return pd.DataFrame(cells)
+    rows = published()[1] | {
+        name: {head: _cell(head, row.get(head)) for head in heads} for name, row in ours.items()
+    }
+    return pd.DataFrame([{"model": name} | {head: row[head] for head in heads} for name, row in rows.items()])
 
 
 def _cell(head: str, value: float | None) -> str:
@@ -87,35 +82,17 @@ def _cell(head: str, value: float | None) -> str:
     return f"{value:.2e}" if abs(value) >= 1e6 else f"{value:.{2 if 'ppl' in head else 1}f}"
 
 
-@dataclass(frozen=True)
-class PublishedGroup:
-    """Rows that a paper prints together.
-
-    Attributes:
-        paper: key of `published.yaml`.
-        source: title, authors and table.
-        title: size and training tokens.
-        rows: by model, the values as printed, by head of the column.
-    """
-
-    paper: str
-    source: str
-    title: str
-    rows: dict[str, dict[str, str]]
-
-
 @cache
-def published() -> tuple[PublishedGroup, ...]:
-    """Return the content of `published.yaml` in its order."""
+def published(paper: str = "delta_product") -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the source of a paper's rows in `published.yaml`, and the rows.
+
+    A row is called by the model, its size and its training tokens. It has the values as printed, by column.
+    """
     text = (files("fla_train.eval") / "published.yaml").read_text()
-    papers = yaml.load(text, Loader=yaml.BaseLoader)  # numbers stay strings: 12.40 is not 12.4
-    return tuple(
-        PublishedGroup(
-            paper,
-            content["source"],
-            group["title"],
-            {row["model"]: dict(zip(HEADS, row["values"], strict=True)) for row in group["rows"]},
-        )
-        for paper, content in papers.items()
+    content = yaml.load(text, Loader=yaml.BaseLoader)[paper]  # numbers stay strings: 12.40 is not 12.4
+    rows = {
+        f"{row['model']} ({group['title']})": dict(zip(HEADS, row["values"], strict=True))
         for group in content["groups"]
-    )
+        for row in group["rows"]
+    }
+    return content["source"], rows

@@ -39,17 +39,14 @@ class LossTable:
 
     Attributes:
         edges: bucket j holds the targets edges[j] <= i < edges[j + 1]; edges[0] = 0.
-        sums: [R, len(edges) - 1] float64, nats; NaN where the sequence does not fill the bucket.
-        targets: [R, len(edges) - 1] int64, how many were summed.
-        sizes: [R, len(edges) - 1] int64, bytes of the targets' text; None: not known.
+        cells: [3, R, len(edges) - 1] float64: summed losses (nats), NaN where the sequence does not fill the
+            bucket; number of targets; bytes of the targets' text, 0 if they are not known.
         sequences: [R] int64, number of the row's sequence.
         documents: [R] int64, number of its document.
     """
 
     edges: tuple[int, ...]
-    sums: np.ndarray
-    targets: np.ndarray
-    sizes: np.ndarray | None
+    cells: np.ndarray
     sequences: np.ndarray
     documents: np.ndarray
 
@@ -65,43 +62,27 @@ class LossTable:
         not the choice of documents.
         """
         last = self.edges.index(length)
-        bounds = zip(self.edges, self.edges[1:], strict=False)
-        found = self._estimates(last, [slice(j, j + 1) for j in range(last)])
-        return ((a, b, estimate) for (a, b), estimate in zip(bounds, found, strict=False))
+        estimates = self._estimates(last, [slice(j, j + 1) for j in range(last)])
+        return zip(self.edges, self.edges[1:], estimates, strict=False)
 
     def _estimates(self, last: int, ranges: Sequence[slice]) -> Iterator[Estimate]:
         """Yield an estimate for each range of buckets, over sequences that fill the first `last` ones."""
-        rows = ~np.isnan(self.sums[:, last - 1])
+        rows = ~np.isnan(self.cells[0, :, last - 1])
         if not rows.any():
             return
         documents, index = np.unique(self.documents[rows], return_inverse=True)
         sequences = len(np.unique(self.sequences[rows]))
-
-        def by_document(table: np.ndarray, buckets: slice) -> np.ndarray:
-            return np.bincount(index, table[rows, buckets].sum(axis=1), len(documents))
-
         for buckets in ranges:
-            yield Estimate.of(
-                by_document(self.sums, buckets),
-                by_document(self.targets, buckets),
-                None if self.sizes is None else by_document(self.sizes, buckets),
-                sequences,
-            )
+            totals = self.cells[:, rows, buckets].sum(axis=2)
+            yield Estimate.of(*(np.bincount(index, x, len(documents)) for x in totals), sequences)
 
     @classmethod
-    def interleaved(cls, tables: Sequence["LossTable"]) -> "LossTable":
-        """Return the table of all sequences; rank r has the sequences r, r + ranks, ..."""
+    def joined(cls, tables: Sequence["LossTable"]) -> "LossTable":
+        """Return the table of all ranks' sequences, whose numbers become distinct."""
         numbers = [table.sequences * len(tables) + rank for rank, table in enumerate(tables)]
-        order = np.argsort(np.concatenate(numbers), kind="stable")
-
-        def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-            return np.concatenate(arrays)[order]
-
-        sizes = None if tables[0].sizes is None else joined([table.sizes for table in tables])
-        sums, targets, documents = (
-            joined([getattr(table, name) for table in tables]) for name in ("sums", "targets", "documents")
-        )
-        return cls(tables[0].edges, sums, targets, sizes, joined(numbers), documents)
+        cells = np.concatenate([table.cells for table in tables], axis=1)
+        documents = np.concatenate([table.documents for table in tables])
+        return cls(tables[0].edges, cells, np.concatenate(numbers), documents)
 
 
 def bucket_edges(lengths: Sequence[int], bucket: int, per_octave: int | None = None) -> tuple[int, ...]:
@@ -155,13 +136,19 @@ def loss_table(
     spans = spans or [((d, 0),) for d in range(len(sequences))]
     counts = [len(span) for span in spans]
     first_row = np.cumsum([0, *counts])
-    sums, targets, sizes = found = np.zeros((3, sum(counts), len(edges) - 1))
-    sums[:] = np.nan
-    lengths = [_targets(len(prefix) + len(sequence), edges) for sequence in sequences]
+    cells = np.zeros((3, sum(counts), len(edges) - 1))
+    cells[0] = np.nan
+    # Each sequence is read up to its last full bucket.
+    lengths = [max(e for e in edges if e <= max(len(prefix) + len(s) - 1, 0)) for s in sequences]
     longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
     if lengths and lengths[first := longest_first[0]] > chunk and not ours:
-        _check_cache(model, stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED)), chunk)
+        ids = stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED))
+        if problem := _cache_problem(model, ids, chunk):
+            raise ValueError(
+                f"the model ({model.config.model_type}) {problem}: cannot be read beyond a chunk of "
+                f"{chunk:,} tokens; raise suite.perplexity.chunk to the longest length"
+            )
 
     def read(members: Sequence[int]) -> list[np.ndarray]:
         rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]
@@ -175,26 +162,15 @@ def loss_table(
                 break
             for s, summed in zip(members, in_halves(read, members, remedy), strict=True):
                 full = edges.index(lengths[s])
-                found[:, first_row[s] : first_row[s + 1], :full] = summed[..., :full]
+                cells[:, first_row[s] : first_row[s + 1], :full] = summed[..., :full]
                 bar.update(lengths[s])
-    return LossTable(
-        edges,
-        sums,
-        targets.astype(np.int64),
-        None if token_sizes is None else sizes.astype(np.int64),
-        np.repeat(np.arange(len(sequences)), counts),
-        np.array([document for span in spans for document, _ in span], np.int64),
-    )
-
-
-def _targets(tokens: int, edges: tuple[int, ...]) -> int:
-    """Return how many targets to read of a row of `tokens`: up to the last full bucket."""
-    return max(edge for edge in edges if edge <= max(tokens - 1, 0))
+    documents = np.array([document for span in spans for document, _ in span], np.int64)
+    return LossTable(edges, cells, np.repeat(np.arange(len(sequences)), counts), documents)
 
 
 @torch.inference_mode()
-def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
-    """Check that tokens read in chunks get the logits of one pass over all of them.
+def _cache_problem(model: PreTrainedModel, ids: Tensor, chunk: int) -> str | None:
+    """Return why tokens read in chunks do not get the logits of one pass over all of them; None if they do.
 
     Some models of transformers fail this: Mamba's forward pass of several tokens begins with an empty state
     whatever the cache holds (so do Jamba's and Bamba's). The error in the logits is then larger than
@@ -204,9 +180,6 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
         model: in eval mode.
         ids: the beginning of a document, [1, T], T >= 2.
         chunk: tokens per forward pass.
-
-    Raises:
-        ValueError: the model keeps no cache, fails with it, or loses its state.
     """
     ids = ids.to(model.get_input_embeddings().weight.device)
     half = ids.shape[1] // 2
@@ -214,12 +187,11 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
     parts = []
     for part in ids.split(min(chunk, half), dim=1):
         if parts and not cache:
-            raise ValueError(_beyond(model, chunk, "keeps no cache"))
+            return "keeps no cache"
         try:
             logits, cache = forward(model, part, cache, keep=True)
         except Exception as failure:  # whole documents in one chunk may still work
-            reason = described(failure)[:200]
-            raise ValueError(_beyond(model, chunk, f"fails with its cache ({reason})")) from failure
+            return f"fails with its cache ({described(failure)[:200]})"
         parts.append(logits)
     carried = torch.cat(parts, dim=1)[:, half:].double()
     whole = forward(model, ids, {}, keep=False)[0][:, half:].double()
@@ -228,15 +200,8 @@ def _check_cache(model: PreTrainedModel, ids: Tensor, chunk: int) -> None:
     late = error.shape[1] // 2  # before that a short convolution, whose state is kept, hides the loss
     late_error, least = error[:, late:].norm(), 8 * torch.finfo(model.dtype).eps * whole[:, late:].norm()
     rounding = (COARSE_ROUNDING if model.dtype.itemsize < 4 else ROUNDING) * whole.norm()
-    if error.norm() > rounding or late_error > max(0.5 * unread[:, late:].norm(), least):
-        raise ValueError(_beyond(model, chunk, "loses its state between chunks"))
-
-
-def _beyond(model: PreTrainedModel, chunk: int, problem: str) -> str:
-    return (
-        f"the model ({model.config.model_type}) {problem}: cannot be read beyond a chunk of {chunk:,} "
-        "tokens; raise suite.perplexity.chunk to the longest length"
-    )
+    lost = error.norm() > rounding or late_error > max(0.5 * unread[:, late:].norm(), least)
+    return "loses its state between chunks" if lost else None
 
 
 def forward(
@@ -271,7 +236,10 @@ def _batch_sums(
         ids = stacked(rows, prefix, start, stop + 1)  # [B, C + 1]
         moved = ids.to(device)
         logits, cache = forward(model, moved[:, :-1], cache, keep=max(sizes) > chunk)
-        losses = torch.stack(list(map(_losses, logits, moved[:, 1:])))  # [B, C]
+        # Row by row in fp32 or fp64, because for all rows at once the logits would be copied.
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        pairs = zip(logits, moved[:, 1:], strict=True)
+        losses = torch.stack([F.cross_entropy(x.to(wide), y, reduction="none") for x, y in pairs])  # [B, C]
         # NaN marks buckets without targets, so the NaN of a model that diverged becomes infinite.
         losses = losses.nan_to_num(math.inf, math.inf).double().cpu().numpy()
         for row, size in enumerate(sizes):
@@ -286,10 +254,3 @@ def _batch_sums(
                 for total, weight in zip(found[row], weights, strict=False):
                     np.add.at(total.reshape(-1), cells, weight)
     return found
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses [C] of one row in fp32 or fp64. For all rows at once, logits would be copied."""
-    return F.cross_entropy(
-        logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none"
-    )

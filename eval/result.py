@@ -24,11 +24,11 @@ class Score:
     """One number of an evaluation, and the data for comparing it.
 
     Attributes:
-        section: `perplexity`, `needle` or `tasks`.
-        data: data set, needle task and prompt (`niah_single_1/ruler`), or task of lm-eval.
+        section: `perplexity`, `needle`, `tasks` or `expressivity`.
+        data: data set, needle task and prompt (`niah_single_1/ruler`), task of lm-eval, or test set.
         metric: `loss` (nats per token), `perplexity`, `bits_per_byte`, `accuracy`, `acc_norm`, ...
         value: the number.
-        length: context length in tokens; None for tasks of lm-eval.
+        length: context length in tokens; None for tasks.
         stderr: standard error over documents.
         low: lower end of the 95% interval.
         high: upper end of the 95% interval.
@@ -91,17 +91,26 @@ class Curve:
 
 @dataclass
 class Measured:
-    """The results of one set or task. They are kept on disk, so an interrupted evaluation can resume."""
+    """The results of one set or task. They are kept on disk, so an interrupted evaluation can resume.
+
+    Attributes:
+        scores: one for each number.
+        curves: losses along the positions.
+        notes: sentences below the tables.
+        accuracy: by test set of a synthetic task, see `fla_train.tasks.Score.curve`.
+    """
 
     scores: list[Score] = field(default_factory=list)
     curves: list[Curve] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    accuracy: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Measured":
         """Return what `asdict` made plain."""
         scores = [Score(**score) for score in content["scores"]]
-        return cls(scores, [Curve(**curve) for curve in content["curves"]], content["notes"])
+        curves = [Curve(**curve) for curve in content["curves"]]
+        return cls(scores, curves, content["notes"], content["accuracy"])
 
 
 @dataclass
@@ -134,10 +143,11 @@ class EvalResult(Measured):
     seconds: float = 0.0
 
     def add(self, measured: Measured) -> None:
-        """Add the scores, curves and notes of a set or task."""
+        """Add the results of a set or task."""
         self.scores += measured.scores
         self.curves += measured.curves
         self.notes += [note for note in measured.notes if note not in self.notes]
+        self.accuracy |= measured.accuracy
 
     def find(self, section: str, data: str, metric: str, length: int | None = None) -> Score | None:
         """Return the score with this key, if the evaluation has it."""
@@ -186,7 +196,7 @@ def find_result(place: str | Path) -> EvalResult:
     files = [folder / "results.json"] if (folder / "results.json").is_file() else []
     for file in files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime):
         if not files and not read_json(file).get("scores"):
-            continue  # an expressivity test, or only errors
+            continue  # it has only errors
         return EvalResult.load(file)
     raise ValueError(f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder")
 

@@ -30,40 +30,29 @@ class Job:
     work: Callable[[], Measured]
 
 
-class ResultCache:
-    """A folder with one JSON file for each finished job. A result is used again for an equal request only.
+def run_jobs(
+    jobs: Iterable[Job], result: EvalResult, folder: Path, identity: dict[str, Any], ranks: Ranks = ALONE
+) -> None:
+    """Add what each job measures to `result`, or its error. A user error of one rank ends the job on all.
 
     Args:
-        folder: made when the first result is written.
-        identity: what all results have in common: the checkpoint, its files, the dtype. Plain JSON.
+        jobs: in the order of the report.
+        result: is changed.
+        folder: gets one JSON file for each finished job. It is used again for an equal request only.
+        identity: what all jobs have in common: the checkpoint, its files, the dtype. Plain JSON.
         ranks: that evaluate together; rank 0 reads and writes the files.
     """
-
-    def __init__(self, folder: Path, identity: dict[str, Any], ranks: Ranks = ALONE) -> None:
-        self.folder = folder
-        self.identity = identity
-        self.ranks = ranks
-
-    def run(self, job: Job) -> Measured:
-        """Return the result of the job, from disk if an equal one has finished. A failure is not kept."""
-        file = self.folder / (re.sub(r"[^\w.-]", "_", f"{job.section}-{job.name}") + ".json")
-        request = json.loads(json.dumps(self.identity | {"job": [job.section, job.name]} | job.settings))
-        kept = self.ranks.share(_read(file, request) if self.ranks.rank == 0 else None)
-        if kept is not None:
-            return Measured.from_json(kept)
-        measured = job.work()
-        if self.ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps({"request": request, "result": asdict(measured)}))
-        return measured
-
-
-def run_jobs(jobs: Iterable[Job], cache: ResultCache, result: EvalResult) -> None:
-    """Add what each job measures to `result`, or its error. A user error of one rank ends the job on all."""
     for job in jobs:
+        file = folder / (re.sub(r"[^\w.-]", "_", f"{job.section}-{job.name}") + ".json")
+        request = json.loads(json.dumps(identity | {"job": [job.section, job.name]} | job.settings))
         try:
-            with cache.ranks.together():
-                result.add(cache.run(job))
+            with ranks.together():
+                kept = ranks.share(_read(file, request) if ranks.rank == 0 else None)
+                measured = job.work() if kept is None else Measured.from_json(kept)
+                if kept is None and ranks.rank == 0:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_whole(file, json.dumps({"request": request, "result": asdict(measured)}))
+                result.add(measured)
         except ValueError as failure:
             result.errors[job.name] = str(failure)
 

@@ -1,6 +1,5 @@
 """Run an evaluation: load a checkpoint, measure each set and task of its suite, write the report."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -9,24 +8,26 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fla_train.eval.config import EvalConfig
+from fla_train.eval.expressivity import expressivity_jobs, trained_task
 from fla_train.eval.figures import draw_figures
-from fla_train.eval.likelihood import position_limit
 from fla_train.eval.needle import needle_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult, find_result, unique
-from fla_train.eval.result_cache import Job, ResultCache, run_jobs
+from fla_train.eval.result_cache import Job, run_jobs
+from fla_train.eval.session import Session
 from fla_train.eval.sets import mirror_folder
 from fla_train.eval.sweep import perplexity_jobs
 from fla_train.eval.tables import write_tables
-from fla_train.hub.load import load_model, recorded_length, resolve_checkpoint, trained_length
+from fla_train.hub.load import load_model, load_weights, recorded_length, resolve_checkpoint, trained_length
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.flops import count_parameters
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
 from fla_train.utils.keys import require_valid
+from fla_train.utils.locks import open_lock, try_lock
 
 FEW = 30  # documents below which a note calls standard errors rough
 
@@ -53,22 +54,26 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     check_request(config)
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
-        model, tokenizer = load_model(
-            source,
-            pick_device(ranks.device(config.device)),
-            pick_dtype(config.dtype),
-            mixer=config.mixer,
-            trust_remote_code=config.trust_remote_code,
-        )
+        where = source, pick_device(ranks.device(config.device)), pick_dtype(config.dtype)
+        trust = {"mixer": config.mixer, "trust_remote_code": config.trust_remote_code}
+        if config.suite.expressivity is None:
+            model, tokenizer = load_model(*where, **trust)
+        else:  # it needs no tokenizer
+            model, tokenizer = load_weights(*where, **trust), None
     folder = ranks.share(output_folder(config, source))  # its name has the time in it
     run, dtype = run_folder(source), str(model.dtype).removeprefix("torch.")
-    size, limit = count_parameters(model).total, position_limit(model)
+    length, progress = recorded_length(model), progress and ranks.rank == 0
+    session = Session(model, tokenizer, run, length, config.mirror, ranks, progress)
     result = EvalResult(
         name=f"{run.name}/{own_name(source)}" if run else str(config.checkpoint),
         checkpoint=str(source),
         files=_checkpoint_files(source, model),
-        model={"type": model.config.model_type, "parameters": size, "positions": limit},
-        trained_length=recorded_length(model),
+        model={
+            "type": model.config.model_type,
+            "parameters": count_parameters(model).total,
+            "positions": session.limit,
+        },
+        trained_length=length,
         suite=asdict(config.suite),
         environment=describe_environment(str(model.device)) | {"dtype": dtype},
     )
@@ -80,9 +85,8 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
                 _check_checkpoint(folder, result, run)
                 if ranks.rank == 0:
                     held.enter_context(output_lock(folder))
-            options = {"ranks": ranks, "progress": progress and ranks.rank == 0}
-            jobs = _jobs(config, model, tokenizer, result, folder, run, **options)
-            run_jobs(jobs, ResultCache(folder / "parts", identity, ranks), result)
+            jobs = _jobs(session, config, result, folder)
+            run_jobs(jobs, result, folder / "parts", identity, ranks)
             if few := unique(score.data for score in result.scores if score.documents < FEW):
                 names = ", ".join(few)
                 result.notes.append(f"Fewer than {FEW} documents, so standard errors are rough: {names}.")
@@ -95,37 +99,31 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     return folder, result
 
 
-def _jobs(
-    config: EvalConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    result: EvalResult,
-    folder: Path,
-    run: Path | None,
-    *,
-    ranks: Ranks,
-    progress: bool,
-) -> list[Job]:
+def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path) -> list[Job]:
     """Return the jobs of the suite, after every check that needs no work, and set `result.window`."""
-    suite, mirror, trained, jobs = config.suite, config.mirror, result.trained_length, []
+    suite, jobs = config.suite, []
+    if suite.expressivity is not None:
+        permitted = suite.expressivity.task
+        task = trained_task(session.model, result.checkpoint, permitted, config.trust_remote_code)
+        jobs += expressivity_jobs(session, suite.expressivity, task)
     if suite.perplexity is not None:
-        options = {"run": run, "trained": trained, "mirror": mirror, "ranks": ranks, "progress": progress}
-        jobs += perplexity_jobs(model, tokenizer, suite.perplexity, **options)
+        jobs += perplexity_jobs(session, suite.perplexity)
     if suite.needle is not None:
-        jobs += needle_jobs(model, tokenizer, suite.needle, ranks=ranks, progress=progress)
+        jobs += needle_jobs(session, suite.needle)
     if suite.tasks:
         from fla_train.eval.harness import FlaTrainLM, task_jobs  # lm-eval takes seconds to import
 
-        limit = result.model["positions"]
+        limit = session.limit
         if limit is not None and (suite.max_length or 0) > limit:
             raise ValueError(
                 f"suite.max_length={suite.max_length}: the model has positions for {limit:,} tokens only"
             )
-        length = trained or trained_length(model)
+        length = session.trained or trained_length(session.model)
         result.window = suite.max_length or min(length, limit or length)
-        options = {"max_length": result.window, "batch_size": suite.batch_size, "ranks": ranks}
+        options = {"max_length": result.window, "batch_size": suite.batch_size, "ranks": session.ranks}
         samples = folder / "samples" if suite.save_samples else None
-        jobs += task_jobs(FlaTrainLM(model, tokenizer, **options), suite, mirror=mirror, samples=samples)
+        lm = FlaTrainLM(session.model, session.tokenizer, **options)
+        jobs += task_jobs(lm, suite, mirror=session.mirror, samples=samples)
     return jobs
 
 
@@ -219,13 +217,9 @@ def output_lock(folder: Path) -> Iterator[None]:
         ValueError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as failure:
-            raise ValueError(
-                f"another evaluation writes {folder}: wait for it or give another output"
-            ) from failure
+    with open_lock(folder / ".lock") as file:
+        if not try_lock(file.fileno()):
+            raise ValueError(f"another evaluation writes {folder}: wait for it or give another output")
         yield  # closing the file, or the end of the process, releases the lock
 
 

@@ -40,18 +40,11 @@ class HubSet:
     text: Callable[[dict[str, Any]], str]
 
 
-def _problem(row: dict[str, Any]) -> str:
-    return f"{row['problem']}\n{row['solution']}"
-
-
 def _conversation(row: dict[str, Any]) -> str:
     return "\n".join(turn["value"] for turn in row["conversations"])
 
 
-def _question(row: dict[str, Any]) -> str:
-    return f"Question: {row['question']}\nAnswer: {row['answer']['value']}\n"
-
-
+_QUESTION = "Question: {question}\nAnswer: {answer[value]}\n".format_map
 PAPER_SETS = {
     "codeparrot": HubSet(
         "CodeParrot", "codeparrot/codeparrot-clean-valid", None, "train", lambda row: row["content"]
@@ -60,10 +53,10 @@ PAPER_SETS = {
         "OpenThoughts-114k-Math", "open-r1/OpenThoughts-114k-math", None, "train", _conversation
     ),
     "trivia_qa": HubSet(
-        "TriviaQA", "mandarjoshi/trivia_qa", "rc.wikipedia.nocontext", "validation", _question
+        "TriviaQA", "mandarjoshi/trivia_qa", "rc.wikipedia.nocontext", "validation", _QUESTION
     ),
     "slimpajama": HubSet("SlimPajama", "cerebras/SlimPajama-627B", None, "test", lambda row: row["text"]),
-    "math_hard": HubSet("MATH-Hard", "lighteval/MATH-Hard", None, "test", _problem),
+    "math_hard": HubSet("MATH-Hard", "lighteval/MATH-Hard", None, "test", "{problem}\n{solution}".format_map),
 }
 
 

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.data.files import describe_files, find_files
 from fla_train.data.tokenizers import token_bytes
@@ -22,13 +20,11 @@ from fla_train.eval.documents import (
     run_data,
     validation_documents,
 )
-from fla_train.eval.likelihood import position_limit
-from fla_train.eval.parallel import Ranks
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from fla_train.eval.result import Curve, Measured, Score
 from fla_train.eval.result_cache import Job
+from fla_train.eval.session import Session
 from fla_train.eval.sets import PAPER_SETS, hub_documents, mirror_folder
-from fla_train.hub.load import document_prefix
 
 VALIDATION = "validation"
 BUCKET = 256  # tokens of a point of the curve over positions, at most, unless the suite says otherwise
@@ -38,51 +34,31 @@ DIFFERENT_TEXT = (
 )
 
 
-def perplexity_jobs(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PerplexityConfig,
-    *,
-    run: Path | None,
-    trained: int | None = None,
-    mirror: str | None = None,
-    ranks: Ranks,
-    progress: bool,
-) -> Iterator[Job]:
-    """Yield a job for each of `config.sets`.
-
-    Args:
-        model: in eval mode.
-        tokenizer: of the model.
-        config: what to read and how.
-        run: run folder, whose validation split is read if `config.sets` is empty.
-        trained: length of the training sequences (tokens), None if not known.
-        mirror: folder with local copies of the papers' sets, or None for the Hub.
-        ranks: share the sequences.
-        progress: show progress bars.
+def perplexity_jobs(session: Session, config: PerplexityConfig) -> Iterator[Job]:
+    """Yield a job for each of `config.sets`, or for the run's validation split if there are none.
 
     Raises:
-        ValueError: the run's validation split cannot be read, or the model can read none of the
-            lengths.
+        ValueError: the run's validation split cannot be read, or the model can read none of the lengths.
     """
+    trained, limit = session.trained, session.limit
     if config.bucket is None:
         config = replace(config, bucket=max(1, min(BUCKET, (trained or 4 * BUCKET) // 4)))
     if config.training_length and trained:
         config = replace(config, lengths=sorted({*config.lengths, trained}))
-    limit = position_limit(model)
     if limit is not None and min(config.lengths) > limit:
         raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.perplexity.lengths")
-    settings = asdict(replace(config, sets=[])) | {"mirror": mirror}
+    settings = asdict(replace(config, sets=[])) | {"mirror": session.mirror}
     for path in config.sets or [None]:
         name = set_name(path) if path else VALIDATION
         if path is None:
-            documents = validation_documents(run_data(run))
+            documents = validation_documents(run_data(session.run))
         elif path in PAPER_SETS:
-            documents = hub_documents(PAPER_SETS[path], tokenizer, mirror)
+            documents = hub_documents(PAPER_SETS[path], session.tokenizer, session.mirror)
         else:
-            documents = file_documents(path, tokenizer, config.text_column)
-        work = partial(_measure, model, tokenizer, documents, name, config, trained, ranks, progress)
-        yield Job("perplexity", name, settings | {"path": path, "files": _files(path, mirror)}, work)
+            documents = file_documents(path, session.tokenizer, config.text_column)
+        work = partial(_measure, session, config, name, documents)
+        files = {"path": path, "files": _files(path, session.mirror)}
+        yield Job("perplexity", name, settings | files, work)
 
 
 def _files(path: str | None, mirror: str | None) -> list[dict] | None:
@@ -94,33 +70,24 @@ def _files(path: str | None, mirror: str | None) -> list[dict] | None:
         return None if path is None else describe_files(find_files(path))
 
 
-def _measure(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    stream: Iterator[np.ndarray],
-    name: str,
-    config: PerplexityConfig,
-    trained: int | None,
-    ranks: Ranks,
-    progress: bool,
-) -> Measured:
+def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iterator[np.ndarray]) -> Measured:
     # Read the documents. A model with a limit gets the same ones as a model without, to be compared with it.
-    prefix = document_prefix(model, tokenizer)
+    prefix, ranks, trained = session.prefix, session.ranks, session.trained
     length = max(config.lengths)
     if config.layout == "packed":
-        wanted = (config.documents, config.lengths, prefix, config.scan, progress)
+        wanted = (config.documents, config.lengths, prefix, config.scan, session.progress)
         documents, spans = packed(stream, *wanted, least=trained or 1)
     else:
-        documents = longest(stream, config.documents, length, config.scan, progress)
+        documents = longest(stream, config.documents, length, config.scan, session.progress)
         spans = [((d, 0),) for d in range(len(documents))]
     stream.close()  # texts that were read ahead would stay in memory
     if not documents:
         raise ValueError(f"{name} is empty: give other files (suite.perplexity.sets)")
-    token_sizes = token_bytes(tokenizer)
+    token_sizes = token_bytes(session.tokenizer)
 
     def read(sequences: list[np.ndarray], spans: list[Spans], edges: tuple[int, ...]) -> LossTable:
         mine = loss_table(
-            model,
+            session.model,
             sequences[ranks.rank :: ranks.world],
             edges,
             spans=spans[ranks.rank :: ranks.world],
@@ -128,13 +95,13 @@ def _measure(
             prefix=prefix,
             chunk=config.chunk,
             batch_size=config.batch_size,
-            progress=progress,
+            progress=session.progress,
         )
-        return LossTable.interleaved(ranks.gather(mine))
+        return LossTable.joined(ranks.gather(mine))
 
     # Average up to each length. A length below that of the sequences counts their beginnings only, so the
     # training length gets a second pass over all tokens.
-    limit = position_limit(model) or length
+    limit = session.limit or length
     within = sorted({n for n in (*config.lengths, *config.panels) if n <= min(length, limit)})
     table = read(documents, spans, bucket_edges(within, config.bucket, config.per_octave))
     estimates = {n: estimate for n in within if (estimate := table.up_to(n))}

@@ -10,6 +10,7 @@ from fla_train.eval.paper import paper_table, published
 from fla_train.eval.result import EvalResult, unique
 
 SECTIONS = {"perplexity": "Perplexity", "needle": "Needle in a haystack", "tasks": "Tasks"}
+SECTIONS |= {"expressivity": "Accuracy on the task of the training"}
 # Signs that pdfLaTeX does not know.
 LATEX = {
     "±": r"$\pm$",
@@ -18,6 +19,7 @@ LATEX = {
     "↑": r"$\uparrow$",
     "↓": r"$\downarrow$",
 }
+ERRORS = "± is the standard error."
 MARKS = "▲ better, ▼ worse than the first by more than two standard errors of the difference."
 
 
@@ -25,7 +27,7 @@ def write_tables(folder: Path, results: Sequence[EvalResult]) -> None:
     """Write table.md, table.csv and table.tex of one evaluation, or of several side by side."""
     table = long_table(results)
     paper = paper_table(results)
-    shown = side_by_side(table) if len(results) > 1 else single(table)
+    shown = section_tables(table)
     table.to_csv(folder / "table.csv", index=False)
     (folder / "table.md").write_text(_markdown(results, shown, paper), encoding="utf-8")
     frames = [frame for frame in (paper, *shown.values()) if frame is not None]
@@ -36,73 +38,50 @@ def write_tables(folder: Path, results: Sequence[EvalResult]) -> None:
     (folder / "table.tex").write_text(text, encoding="utf-8")
 
 
-def single(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return a table of strings for each section of one evaluation."""
-    return {
-        title: pd.DataFrame(
-            {
-                "data": row.data,
-                "length": _length(row.length),
-                "metric": row.metric,
-                "value": number(row.value),
-                "standard error": number(row.stderr),
-                "95% interval": "-" if pd.isna(row.low) else f"{number(row.low)} to {number(row.high)}",
-                "chance": number(row.chance),
-                "documents": str(row.documents),
-            }
-            for row in rows.itertuples()
-        )
-        for section, title in SECTIONS.items()
-        if len(rows := table[table.section == section])
-    }
-
-
-def side_by_side(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def section_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return a table of strings for each section: a row for each number, a column for each evaluation.
 
-    Columns of differences from the first evaluation follow.
+    One evaluation has its intervals and numbers of documents as well, several have their differences from the
+    first.
     """
     names = unique(table.evaluation)
     shown = {}
     for section, title in SECTIONS.items():
         rows = []
-        for key, group in table[table.section == section].groupby(
-            ["data", "length", "metric"], sort=False, dropna=False
-        ):
-            by_name = {row.evaluation: row for row in group.itertuples()}
-            cells = dict(zip(("data", "length", "metric"), (key[0], _length(key[1]), key[2]), strict=True))
-            cells["chance"] = number(group.chance.dropna().iloc[0] if group.chance.notna().any() else None)
+        keys = ["data", "length", "metric"]
+        for key, group in table[table.section == section].groupby(keys, sort=False, dropna=False):
+            scores = {score.evaluation: score for score in group.itertuples()}
+            length = "-" if pd.isna(key[1]) else f"{key[1]:,}"
+            cells = {"data": key[0], "length": length, "metric": key[2], "chance": number(group.chance.max())}
             for name in names:
-                row = by_name.get(name)
-                cells[name] = "-" if row is None else with_error(row.value, row.stderr)
+                score = scores.get(name)
+                cells[name] = "-" if score is None else with_error(score.value, score.stderr)
             for name in names[1:]:
-                row = by_name.get(name)
-                if row is None or pd.isna(row.difference):
-                    cells[f"{name}: difference"] = "-"
-                else:
-                    text = with_error(row.difference, row.difference_stderr, "+.4f")
-                    cells[f"{name}: difference"] = f"{text} {row.mark}".strip()
+                score = scores.get(name)
+                cells[f"{name}: difference"] = "-"
+                if score is not None and not pd.isna(score.difference):
+                    text = with_error(score.difference, score.difference_stderr, "+.4f")
+                    cells[f"{name}: difference"] = f"{text} {score.mark}".strip()
+            if len(names) == 1:
+                known = not pd.isna(score.low)
+                cells["95% interval"] = f"{number(score.low)} to {number(score.high)}" if known else "-"
+                cells["documents"] = str(score.documents)
             rows.append(cells)
         if rows:
             shown[title] = pd.DataFrame(rows)
     return shown
 
 
-def _length(length: object) -> str:
-    return "-" if pd.isna(length) else f"{length:,}"
-
-
 def number(value: float | None, form: str = ".4f") -> str:
     """Format a number with four decimals, from a million on in scientific notation; `-` for None and NaN."""
-    if value is None or pd.isna(value):
+    if pd.isna(value):
         return "-"
     return f"{value:{form if abs(value) < 1e6 else '.4e'}}"
 
 
 def with_error(value: float, error: float | None, form: str = ".4f") -> str:
     """Format a number with its standard error, if that is known."""
-    known = error is not None and not pd.isna(error)
-    return number(value, form) + (f" ± {number(error)}" if known else "")
+    return number(value, form) + ("" if pd.isna(error) else f" ± {number(error)}")
 
 
 def _markdown(
@@ -111,13 +90,14 @@ def _markdown(
     names = ", ".join(result.name for result in results)
     lines = [f"# {results[0].suite['name']}: {names}" if len(results) == 1 else f"# {names}", ""]
     if paper is not None:
-        source = f"Rows above ours: {published()[0].source}."
+        source = f"Rows above ours: {published()[0]}."
         lines += ["## The papers' columns", "", *markdown_table(paper), "", source, ""]
     for title, frame in shown.items():
         lines += [f"## {title}", "", *markdown_table(frame), ""]
-    if len(results) > 1:
-        lines += [MARKS, ""]
-    for note, owners in _by_note(results).items():
+    if shown:
+        lines += [f"{ERRORS} {MARKS}" if len(results) > 1 else ERRORS, ""]
+    for note in unique(note for result in results for note in result.notes):
+        owners = [result.name for result in results if note in result.notes]
         lines.append(f"- {note}" if len(owners) == len(results) else f"- {', '.join(owners)}: {note}")
     for result in results:
         lines += [f"- {result.name}: {name} could not run: {error}" for name, error in result.errors.items()]
@@ -130,14 +110,6 @@ def markdown_table(frame: pd.DataFrame) -> Iterable[str]:
     frame = frame.loc[:, (frame != "-").any()]
     rows = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
     return ["| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in rows]
-
-
-def _by_note(results: Sequence[EvalResult]) -> dict[str, list[str]]:
-    notes: dict[str, list[str]] = {}
-    for result in results:
-        for note in result.notes:
-            notes.setdefault(note, []).append(result.name)
-    return notes
 
 
 def _provenance(result: EvalResult) -> str:

@@ -6,6 +6,7 @@ fla-eval compare runs/a runs/b evaluations/c [output=DIR]
 torchrun --nproc-per-node 4 -m fla_train.cli.eval checkpoint=runs/my-run suite=paper
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -18,13 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import INTERRUPTED, fail, fail_by, run_hydra
 from fla_train.eval.config import EvalConfig
-
-COMPARE_USAGE = """\
-usage: fla-eval compare PLACE PLACE... [output=DIR]
-
-  PLACE   folder that fla-eval wrote, or a run folder (its newest evaluation); the first is the reference
-  output  folder of the tables and figures; default: comparisons/<time>
-"""
 
 
 def register() -> None:
@@ -45,11 +39,6 @@ def task(config: DictConfig) -> int:
     options: EvalConfig = OmegaConf.to_object(config)
     if pick_device(options.device) == "cpu":
         keep_freed_memory()
-    if options.suite.expressivity is not None:
-        from fla_train.eval.expressivity import evaluate_expressivity
-
-        _show(evaluate_expressivity(options)[0])
-        return 0
     with launched_ranks() as ranks:
         try:
             folder, result = evaluate(options, ranks=ranks)
@@ -77,17 +66,20 @@ def task(config: DictConfig) -> int:
 
 def compare(arguments: Sequence[str]) -> int:
     """Write tables and figures of several evaluations, and return the exit status."""
-    places = [argument for argument in arguments if not argument.startswith(("output=", "-"))]
-    outputs = [argument.removeprefix("output=") for argument in arguments if argument.startswith("output=")]
-    flags = [argument for argument in arguments if argument.startswith("-")]
-    if flags:
-        print(COMPARE_USAGE, end="")
-        return 0 if set(flags) <= {"-h", "--help"} else 2
+    parser = argparse.ArgumentParser(
+        prog="fla-eval compare",
+        usage="fla-eval compare PLACE PLACE... [output=DIR]",
+        description="Write tables and figures of evaluations side by side; the first is the reference.",
+    )
+    about = "folder that fla-eval wrote, or a run folder (its newest evaluation); output=DIR: write there"
+    parser.add_argument("places", nargs="+", metavar="PLACE", help=about)
+    places = parser.parse_args(arguments).places
+    outputs = [place.removeprefix("output=") for place in places if place.startswith("output=")]
     from fla_train.eval.run import write_comparison
 
     folder = Path(outputs[-1] if outputs else f"comparisons/{datetime.now():%Y%m%d-%H%M%S}").expanduser()
     try:
-        write_comparison(folder, places)
+        write_comparison(folder, [place for place in places if not place.startswith("output=")])
     except (ValueError, OSError) as error:
         if os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise

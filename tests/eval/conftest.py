@@ -17,7 +17,7 @@ from fla_train.eval.config import SuiteConfig
 from fla_train.eval.harness import task_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult
-from fla_train.eval.result_cache import Job, ResultCache, run_jobs
+from fla_train.eval.result_cache import Job, run_jobs
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
@@ -107,7 +107,7 @@ def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 def measure(jobs: Iterable[Job], folder: Path, ranks: Ranks = ALONE) -> EvalResult:
     """Run the jobs with a cache in `folder`."""
     result = EvalResult(name="model", suite={"name": "test", "tasks": []})
-    run_jobs(jobs, ResultCache(folder, {}, ranks), result)
+    run_jobs(jobs, result, folder, {}, ranks)
     return result
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from fla_train.cli.eval import compare
-from fla_train.eval.compare import long_table, loss_differences
+from fla_train.eval.compare import long_table
 from fla_train.eval.intervals import Mean
 from fla_train.eval.result import Curve, EvalResult, Score, find_result
 
@@ -60,9 +60,7 @@ def test_differences_are_paired_by_document() -> None:
     assert found["piqa", "acc"].difference_stderr == pytest.approx(math.hypot(0.01, 0.01))
     assert found["piqa", "acc"].mark == "▲" and found["riddles", "score"].mark == ""  # no direction
     assert rows(result("second"), result("second", LOSSES["first"]))["web", "loss"].mark == "▼"
-    curve = loss_differences(result("second"), result("first"), "web")
-    assert list(curve.edges) == [64, 128] and curve.value[0] == pytest.approx(paired.value)
-    assert curve.low[0] == pytest.approx(paired.interval[0])
+    assert (loss.difference_low, loss.difference_high) == pytest.approx(paired.interval)
 
 
 @pytest.mark.parametrize("changes", [{"fingerprint": "g"}, {"length": 32}])
@@ -70,7 +68,6 @@ def test_numbers_of_other_data_are_not_compared(changes: dict) -> None:
     found = rows(result("first"), result("second", **changes))
     assert math.isnan(found["web", "loss"].difference)
     assert found["piqa", "acc"].difference == pytest.approx(0.2)
-    assert loss_differences(result("second", **changes), result("first"), "web") is None
 
 
 def test_documents_that_do_not_match_are_not_paired() -> None:

@@ -15,7 +15,6 @@ from fla_train.eval import documents as documents_module
 from fla_train.eval import sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.documents import run_data, validation_documents
-from fla_train.eval.expressivity import evaluate_expressivity
 from fla_train.eval.result import EvalResult
 from fla_train.eval.run import check_output, evaluate, output_lock, write_comparison
 from fla_train.hub.card import CardInfo
@@ -75,7 +74,7 @@ def test_report_of_a_sweep(run: Path) -> None:
     assert lengths == [16, 64] and "validation was not read over 4,096 tokens" in " ".join(result.notes)
     assert [list(c.edges) for c in result.curves if c.metric == "perplexity"] == [[0, 16, 32, 48, 64]]
     table = (folder / "table.md").read_text()
-    assert all(f"| {s.length} | {s.metric} | {s.value:.4f} |" in table for s in result.scores)
+    assert all(f"| {s.length} | {s.metric} | {s.value:.4f} ± " in table for s in result.scores)
     assert json.loads((folder / "results.json").read_text())["metrics"] == result.metrics()
     assert result.metrics().keys() == {
         f"eval/validation/{metric}_{n}" for metric in ("loss", "bits_per_byte") for n in (16, 64)
@@ -189,9 +188,8 @@ def test_nothing_is_written_among_the_files_of_a_run(place: str, run: Path, tmp_
     shutil.copytree(run, copy)
     before = sorted(copy.rglob("*"))
     suite = perplexity_suite(sets=["absent.jsonl"])
-    for command in (evaluate, evaluate_expressivity):
-        with pytest.raises(ValueError, match="holds a run"):
-            command(EvalConfig(str(tmp_path / "absent"), str(copy / place), suite=suite))
+    with pytest.raises(ValueError, match="holds a run"):
+        evaluate(EvalConfig(str(tmp_path / "absent"), str(copy / place), suite=suite))
     with pytest.raises(ValueError, match="holds a run"):
         write_comparison(copy / place, ["a", "b"])
     assert sorted(copy.rglob("*")) == before
@@ -216,7 +214,7 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
     assert value(result, "quiz", "acc") == 1.0 and result.errors.keys() == {"lost"}
     assert result.window == result.trained_length  # what `suite.max_length=null` means
     text = (tmp_path / "out/table.md").read_text()
-    assert "| quiz | acc | 1.0000 | 0.0000 | 0.2500 | 8 |" in text and "lost could not run" in text
+    assert "| quiz | acc | 0.2500 | 1.0000 ± 0.0000 | 8 |" in text and "lost could not run" in text
     assert (tmp_path / "out/tasks.png").is_file() and "suite.limit=8" in text
     (folder / "found.jsonl").rename(folder / "lost.jsonl")
     _, result = evaluate(config, progress=False)

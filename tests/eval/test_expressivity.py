@@ -1,14 +1,15 @@
 """The expressivity suite on models that solve their task, because their weights were set by hand."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from fla_train.eval.config import EvalConfig, ExpressivityConfig, SuiteConfig
-from fla_train.eval.expressivity import evaluate_expressivity
+from fla_train.eval.result import EvalResult
+from fla_train.eval.run import evaluate
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
+from tests.eval.conftest import value
 from tests.tasks.constructions import symmetric
 
 TASK = """\
@@ -31,10 +32,10 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path, monkeypatch: pytest.Mon
     settings = ExpressivityConfig(lengths=[100], sequences=12, batch_size=8)
     suite = SuiteConfig(name="expressivity", expressivity=settings)
     monkeypatch.chdir(export)
-    folder, _ = evaluate_expressivity(EvalConfig(checkpoint=".", device="cpu", suite=suite))
+    folder, result = evaluate(EvalConfig(checkpoint=".", device="cpu", suite=suite), progress=False)
     assert folder.parent == tmp_path / "run/eval"
-    results = json.loads((folder / "results.json").read_text())
-    assert results["accuracy"]["length_100"]["sequence_accuracy"] == 1.0
-    assert len(results["curves"]["length_100"]["y"]) == 100
-    assert "| length_100 | sequence accuracy | 1.0000 |" in (folder / "table.md").read_text()
+    assert result == EvalResult.load(folder / "results.json")
+    assert value(result, "length_100", "sequence_accuracy") == 1.0
+    assert len(result.accuracy["length_100"]["y"]) == 100
+    assert "| length_100 | sequence_accuracy | - | 1.0000 |" in (folder / "table.md").read_text()
     assert (folder / "accuracy.png").is_file()

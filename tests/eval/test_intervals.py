@@ -50,7 +50,7 @@ def test_degrees_of_freedom_from_the_eigenvalues_of_the_error(weights: list) -> 
 )
 def test_no_interval_rather_than_a_wrong_one(sums: list, weights: list) -> None:
     """One document, or an infinite loss."""
-    values = Estimate.of(np.array(sums), np.array(weights), None, 1).values()
+    values = Estimate.of(np.array(sums), np.array(weights), np.zeros(len(sums)), 1).values()
     assert values.keys() == {"loss", "perplexity"} and math.isfinite(values["perplexity"].value)
     assert all(v.low is None and v.stderr is None for v in values.values())
 

@@ -18,8 +18,9 @@ from fla_train.data.tokenizers import encode
 from fla_train.eval import needle
 from fla_train.eval.config import NEEDLE_PROMPTS, NEEDLE_TASKS, NeedleConfig
 from fla_train.eval.needle import NOISE, PROMPTS, Haystack, make_sample, needle_jobs
-from fla_train.eval.parallel import ALONE, Ranks
+from fla_train.eval.parallel import Ranks
 from fla_train.eval.result import EvalResult
+from fla_train.eval.session import Session
 from tests.eval.conftest import measure
 
 CONFIG = NeedleConfig(answer_tokens=60, depths=[0, 50, 100])
@@ -108,7 +109,7 @@ def test_what_has_been_asked_is_not_asked_again(asked, build_model, tokenizer, t
 
     def run(lengths: list[int], folder: str = "parts", **changed: object) -> EvalResult:
         config = NeedleConfig(lengths=lengths, **settings | changed)
-        return measure(needle_jobs(model, tokenizer, config, ranks=ALONE, progress=False), tmp_path / folder)
+        return measure(needle_jobs(Session(model, tokenizer), config), tmp_path / folder)
 
     first = run([1500])
     assert len(asked) == 3 * 7 and [list(s.by_document) for s in first.scores] == [[1, 0] * 3 + [1]] * 3
@@ -140,7 +141,7 @@ def test_two_ranks_find_what_one_finds(asked, build_model, tokenizer, tmp_path: 
 
     def run(rank: int, world: int) -> None:
         ranks = Ranks(rank, world)
-        jobs = needle_jobs(model, tokenizer, config, ranks=ranks, progress=False)
+        jobs = needle_jobs(Session(model, tokenizer, ranks=ranks), config)
         found[rank, world] = measure(jobs, tmp_path / f"parts-{world}", ranks)
 
     run(0, 1)

@@ -33,7 +33,7 @@ def direct(model, documents: list[list[int]], prefix: list[int]) -> list[np.ndar
 def test_equals_a_single_pass_whatever_the_chunk(model, documents, chunk, batch_size, prefix) -> None:
     model.double()
     table = loss_table(model, documents, EDGES, prefix=prefix, chunk=chunk, batch_size=batch_size)
-    for row, losses in zip(table.sums, direct(model, documents, prefix), strict=True):
+    for row, losses in zip(table.cells[0], direct(model, documents, prefix), strict=True):
         for found, a, b in zip(row, EDGES, EDGES[1:], strict=False):
             if len(losses) >= b:
                 assert found == pytest.approx(losses[a:b].sum(), abs=1e-9)
@@ -99,7 +99,8 @@ def test_losses_are_counted_by_document(model) -> None:
 
 def test_the_table_leaves_no_document_half_counted() -> None:
     sums = np.array([[2.0, 4.0], [6.0, np.nan]])
-    table = LossTable((0, 2, 4), sums, np.full((2, 2), 2), None, np.arange(2), np.arange(2))
+    cells = np.stack([sums, np.full((2, 2), 2), np.zeros((2, 2))])
+    table = LossTable((0, 2, 4), cells, np.arange(2), np.arange(2))
     assert table.up_to(2).mean.value == pytest.approx(2.0)  # (2 + 6) / 2 documents / 2 targets
     assert table.up_to(4).mean.value == pytest.approx(1.5)
     assert [e.mean.value for _, _, e in table.by_position(4)] == [1.0, 2.0]
@@ -133,7 +134,7 @@ def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
     draw = np.random.default_rng(1)
     documents = [draw.integers(0, 320, size=33).tolist() for _ in range(5)]
     expected = loss_table(model.double(), documents, EDGES, chunk=8, batch_size=5)
-    monkeypatch.setattr(perplexity, "_check_cache", lambda *args: None)  # it runs extra forward passes
+    monkeypatch.setattr(perplexity, "_cache_problem", lambda *args: None)  # it runs extra forward passes
     forward, most, sizes = model.forward, 2, []
 
     def short_of_memory(ids: torch.Tensor, **options: object) -> object:
@@ -144,7 +145,7 @@ def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
 
     monkeypatch.setattr(model, "forward", short_of_memory)
     found = loss_table(model, documents, EDGES, chunk=8, batch_size=5)
-    assert found.sums == pytest.approx(expected.sums, abs=1e-9, nan_ok=True)
+    assert found.cells == pytest.approx(expected.cells, abs=1e-9, nan_ok=True)
     assert sizes[:4] == [5, 5, 2, 2]
     most = 0
     with pytest.raises(ValueError, match=r"too small for 8 tokens at once: lower suite\.perplexity\.chunk"):

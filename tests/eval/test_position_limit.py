@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
-from fla_train.eval.likelihood import position_limit
 from fla_train.eval.run import evaluate
+from fla_train.eval.session import position_limit
 
 LIMIT = 32
 SIZE = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

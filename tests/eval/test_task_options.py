@@ -29,13 +29,10 @@ def group(folder: Path, name: str, members: list[str], **settings: object) -> No
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(definition))
 
 
-@pytest.mark.parametrize("share_contexts", [True, False])
-def test_prompts_that_lose_their_beginning_are_counted(
-    tasks, scholar, tokenizer, run_tasks, share_contexts
-) -> None:
-    """Once for each example, though four answers share a prompt."""
+def test_prompts_that_lose_their_beginning_are_counted(tasks, scholar, tokenizer, run_tasks) -> None:
+    """Once, though four answers share a prompt."""
     for length, counts in ((20, {"quiz": 2, "recite": 2, "few": 1}), (60, {})):
-        lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=length, share_contexts=share_contexts)
+        lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=length)
         notes = run_tasks(lm, ["quiz", "recite", "few"], include_path=tasks).notes
         window = "prompts are longer than the window of 20 tokens"
         assert [note.partition(" are")[0] for note in notes if window in note] == [
