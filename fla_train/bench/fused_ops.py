@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fla_train.bench.measure import COLUMNS, Implementation, compare, forward_backward
-from fla_train.bench.options import FusedOps, check_names
+from fla_train.bench.options import FusedOps
 from fla_train.bench.report import Report
 from fla_train.bench.roofline import Ceilings
 from fla_train.kernels import fused_ops
@@ -260,14 +260,8 @@ def make_cases(
 NORM = (EPS, 0.0, "llama", False)  # eps, offset of the weight, casting mode, overwrite dy
 
 
-def _liger_norm(case: Case) -> Tensor:
-    function = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    return function.apply(case.leaves["x"], case.leaves["weight"], *NORM)
-
-
-def _liger_residual_norm(case: Case) -> tuple[Tensor, Tensor]:
-    function = import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
-    return function.apply(case.leaves["x"], case.leaves["residual"], case.leaves["weight"], *NORM)
+def _liger_norm(module: str, function: str, case: Case) -> Tensor | tuple[Tensor, Tensor]:
+    return getattr(import_module(f"liger_kernel.ops.{module}"), function).apply(*case.leaves.values(), *NORM)
 
 
 def _one_dtype(case: Case) -> str | None:
@@ -286,13 +280,13 @@ def _liger_cross_entropy(case: Case) -> Tensor:
     return function.apply(hidden, weight, case.fixed["targets"], *options, False, torch.float32)[0]
 
 
+_NORM = partial(_liger_norm, "rms_norm", "LigerRMSNormFunction")
+_RESIDUAL_NORM = partial(_liger_norm, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
 PEERS: dict[str, list[Implementation]] = {
-    "norm": [Implementation("Liger RMSNorm", _liger_norm, _one_dtype)],
-    "residual-norm": [Implementation("Liger fused add + RMSNorm", _liger_residual_norm, _one_dtype)],
+    "norm": [Implementation("Liger RMSNorm", _NORM, _one_dtype)],
+    "residual-norm": [Implementation("Liger fused add + RMSNorm", _RESIDUAL_NORM, _one_dtype)],
     "cross-entropy": [Implementation("Liger fused linear cross-entropy", _liger_cross_entropy)],
 }
-
-
 SIZES = ("batch", "tokens", "hidden", "vocabulary", "num_householder")
 
 
@@ -302,7 +296,6 @@ def run(options: FusedOps, report: Report) -> None:
     Raises:
         ValueError: the options do not fit together.
     """
-    check_names("--functions", options.functions, FUNCTIONS)
     sizes = {name: getattr(options, name) for name in SIZES}
     sizes["head_dim"] = options.head_dim or min(128, options.hidden)
     sizes["intermediate"] = options.intermediate or options.hidden * 11 // 4

@@ -16,27 +16,23 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from fla_train.bench.models import COMPILED, Compose, build
-from fla_train.bench.options import Generate, check_names
+from fla_train.bench.options import Generate
 from fla_train.bench.report import Report, Row
 from fla_train.models import DeltaProductConfig
 from fla_train.models.cache import CACHE_NAME
 from fla_train.training.config import TrainConfig
+from fla_train.utils.errors import described
 
-MODELS = ("ours", "transformer", "llama", "fla", f"transformer{COMPILED}", f"llama{COMPILED}")
 MAX_PROMPT_TOKENS = 1 << 18
 
 COLUMNS = ("model", "batch", "context", "prompt_ms", "token_ms", "tokens_per_second", "memory_GiB", "note")
 
 
 def run(options: Generate, report: Report, compose: Compose) -> None:
-    """Measure our model and the peers (from `MODELS`) for each batch and context.
+    """Measure our model and the peers for each batch and context.
 
     A compiled model steps with transformers' static cache under torch.compile, and reads prompts without it.
-
-    Raises:
-        ValueError: a peer is not known.
     """
-    check_names("--peers", options.peers, MODELS)
     config = compose(options.overrides)
     config.trainer.seq_len = max(options.contexts) + options.new_tokens + 2  # positions of a peer
     config.model = {**config.model, "vocab_size": config.model["vocab_size"] or DeltaProductConfig.vocab_size}
@@ -99,8 +95,8 @@ def _time(name: str, model: PreTrainedModel, batch: int, context: int, tokens: i
         ids = prompts.expand(batch, -1)
         run(ids, tokens + 1, _rewound(cache, context))  # compiles and records
         few, many = (min(run(ids, n, _rewound(cache, context)) for _ in range(3)) for n in (1, tokens + 1))
-    except torch.OutOfMemoryError:
-        return {"note": "out of memory"}
+    except Exception as failure:  # out of memory, or a class that cannot generate with such a cache
+        return {"note": described(failure)[:160]}
     kept = 0 if isinstance(cache, StaticCache) else kept  # the other caches ran as copies
     token_ms = max(many - few, 1e-6) / tokens
     row = {"prompt_ms": prompt_ms, "token_ms": token_ms, "tokens_per_second": 1e3 * batch / token_ms}

@@ -11,6 +11,7 @@ from torch.utils.benchmark import Timer
 
 from fla_train.bench.report import Report, Row
 from fla_train.bench.roofline import Ceilings
+from fla_train.utils.errors import described
 
 CPU_SECONDS = 0.5  # time spent on each measurement on a CPU
 COLUMNS = (
@@ -131,7 +132,7 @@ def compare(
         try:
             row |= _measure(implementation, work, report, graphs)
         except Exception as failure:  # raised by a compiler, a launch, or a peer's own check
-            row["note"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:160]}"
+            row["note"] = described(failure)[:160]
         yield row
 
 

@@ -1,11 +1,12 @@
-"""The language models that `fla-bench train` and `generate` measure: ours, and peers of the same sizes."""
+"""The language models that `fla-bench train` and `generate` measure: the config's, and peers of its size."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fla_train.models import build_config
+from fla_train.models import DeltaProductConfig, build_config
+from fla_train.models.build import build_model, build_model_config
 from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.flops import forward_flops
@@ -15,7 +16,7 @@ Compose = Callable[[Sequence[str]], TrainConfig]  # composes a config from overr
 
 
 def _ours(config: TrainConfig) -> PreTrainedModel:
-    return DeltaProductForCausalLM(build_config(config.model))
+    return build_model(build_model_config(config.model))
 
 
 def _transformer(config: TrainConfig) -> PreTrainedModel:
@@ -73,11 +74,10 @@ def _fla(config: TrainConfig) -> PreTrainedModel:
 
 MODELS = {"ours": _ours, "transformer": _transformer, "llama": _llama, "fla": _fla}
 COMPILED = "-compiled"  # suffix of a model's name: run it under torch.compile
-NAMES = [*MODELS, *(f"{name}{COMPILED}" for name in MODELS)]
 
 
 def build(name: str, config: TrainConfig) -> PreTrainedModel:
-    """Build the model of one of `NAMES` on torch's default device. `-compiled` compiles at the first call."""
+    """Build one of `MODELS` on torch's default device. A name with `-compiled` compiles at the first call."""
     model = MODELS[name.removesuffix(COMPILED)](config)
     if name.endswith(COMPILED):
         model.compile()
@@ -90,9 +90,8 @@ def training_flops(name: str, model: PreTrainedModel, config: TrainConfig) -> fl
     Our count of a recurrence is that of its chunked form. No such count of fla's kernels exists, so a
     utilization by our formula would not be comparable.
     """
-    name = name.removesuffix(COMPILED)
-    if name == "fla":
+    if name.removesuffix(COMPILED) == "fla":
         return None
-    if name == "llama":
-        return forward_flops(model, config.trainer.seq_len).training
-    return flops_per_token(model.config, config.trainer.seq_len)
+    if isinstance(model.config, DeltaProductConfig):
+        return flops_per_token(model.config, config.trainer.seq_len)
+    return forward_flops(model, config.trainer.seq_len).training

@@ -4,13 +4,15 @@ Each dataclass is a subcommand: its docstring is the help, its fields are the op
 overrides of configs/train.yaml.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 Numbers = tuple[int, ...]
 Names = tuple[str, ...]
+Peer = Literal["transformer", "llama", "fla", "transformer-compiled", "llama-compiled"]
+Norm = Literal["norm", "residual-norm", "gated-norm"]
+Function = Literal["convolution", Norm, "rotary", "selective-scan", "swiglu", "gates", "cross-entropy"]
 Dtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, "dtype (default: bf16 on a GPU, fp32 on a CPU)"]
 Json = Annotated[Path | None, "also write the results to this file, and the tables to FILE.md"]
 Overrides = Annotated[Names, "overrides of configs/train.yaml, such as model=gated_delta_product/340m"]
@@ -50,7 +52,7 @@ class FusedOps:
     intermediate: Annotated[int | None, "channels of SwiGLU (default: 2.75 x --hidden)"] = None
     vocabulary: Annotated[int, "vocabulary size of the loss"] = 32000
     num_householder: Annotated[int, "n_h of the gates"] = 1
-    functions: Annotated[Names, "some of the functions (default: all)"] = ()
+    functions: Annotated[tuple[Function, ...], "some of the functions (default: all)"] = ()
     peers: Annotated[bool, "also time Liger-Kernel, on a GPU"] = False
     dtype: Dtype = None
     json: Json = None
@@ -63,7 +65,7 @@ class Generate:
     batch: Annotated[Numbers, "sequences"] = (1, 64)
     contexts: Annotated[Numbers, "tokens of the prompts"] = (2048, 8192, 32768, 131072)
     new_tokens: Annotated[int, "tokens that are timed after the first"] = 64
-    peers: Annotated[Names, "llama, transformer, fla; llama-compiled, transformer-compiled"] = ()
+    peers: Annotated[tuple[Peer, ...], "models to compare with, -compiled by torch.compile"] = ()
     overrides: Overrides = ()
     dtype: Dtype = None
     json: Json = None
@@ -74,7 +76,7 @@ class Train:
     """Time optimizer steps on random tokens, by kind of work."""
 
     steps: Annotated[int, "timed steps, after those that warm up"] = 10
-    peers: Annotated[Names, "transformer (ours), llama, fla, with -compiled under torch.compile"] = ()
+    peers: Annotated[tuple[Literal[Peer, "ours-compiled", "fla-compiled"], ...], "as for generate"] = ()
     overrides: Overrides = ()
     json: Json = None
 
@@ -109,9 +111,3 @@ COMMANDS = {
     "tune": Tune,
     "precompile": Precompile,
 }
-
-
-def check_names(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError for a name that is not known."""
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{flag} {' '.join(unknown)}: choose from {', '.join(known)}")

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fla_train.bench.models import NAMES, Compose, build, training_flops
-from fla_train.bench.options import Train, check_names
+from fla_train.bench.models import Compose, build, training_flops
+from fla_train.bench.options import Train
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.report import Report, Row
 from fla_train.bench.roofline import Ceilings
@@ -75,9 +75,8 @@ def run(options: Train, report: Report, compose: Compose) -> None:
     """Measure our model and the peers on the sizes of the config.
 
     Raises:
-        ValueError: the config or a peer is wrong, or no model could be measured.
+        ValueError: the config is wrong, or no model could be measured.
     """
-    check_names("--peers", options.peers, NAMES)
     # Steps are timed and not logged, so wandb need not be installed. Random tokens need no tokenizer.
     config = compose(["launch.num_processes=1", *options.overrides, *QUIET])
     if config.launch.num_machines != 1 or config.task is not None:

@@ -29,6 +29,7 @@ from fla_train.kernels.delta_product.triton import launch_table
 from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Key, LaunchOptions, Options
 from fla_train.kernels.precompile import precompile
 from fla_train.utils.environment import describe_environment
+from fla_train.utils.errors import described
 
 # `chunk_bwd_state` comes last: in Gluon it also replaces `chunk_bwd_qkg`, whose best options it has to beat.
 KERNELS = ("chunk_prepare_wy", "chunk_fwd", "chunk_bwd_qkg", "chunk_bwd_state")
@@ -86,7 +87,7 @@ class Check:
         try:
             results = self.run(options)
         except Exception as failure:  # raised by the compiler or the device
-            return _first_line(failure)
+            return described(failure)[:160]
         errors = {name: relative_rms(results[name], x) for name, x in self.reference.items()}
         return out_of_bounds(errors, self.problem.q.dtype)
 
@@ -185,7 +186,7 @@ def fastest(
         try:
             times.append((time(trial), trial))
         except Exception as failure:  # raised by the compiler or the device
-            failures.append(f"{getattr(trial, kernel)}: {_first_line(failure)}")
+            failures.append(f"{getattr(trial, kernel)}: {described(failure)[:160]}")
     before = next((milliseconds for milliseconds, trial in times if trial is trials[0]), nan)
     for milliseconds, trial in sorted(times, key=lambda pair: pair[0]):
         options = getattr(trial, kernel)
@@ -226,7 +227,3 @@ def has_gluon(kernel: str, key: Key) -> bool:
         return launch_table.square(key.key_dim, key.value_dim)
     fits = kernel == "chunk_prepare_wy" or launch_table.value_tiles(key.value_dim) > 0
     return launch_table.hopper_keys(key.key_dim) and fits
-
-
-def _first_line(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {next(iter(str(failure).strip().splitlines()), '')}"

@@ -43,7 +43,6 @@ def test_training_steps_are_timed_in_their_processes(tmp_path) -> None:
     ("arguments", "message"),
     [
         (["kernels", "--heads", "3", "--group", "2"], "multiple of --group"),
-        (["train", "--peers", "lama", *SMALL], "lama: choose from"),
         (["train", "task=mqar", "trainer.seq_len=64"], "no task"),
     ],
 )
