@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from fla_train.api import check_suite, compose
 from fla_train.cli.compare_models import FIRST, MULTIPLE, ComparisonConfig, SizeConfig, read_comparison
 from fla_train.cli.train_list import Job, exit_status, gpu_slots, run_jobs, status, training_job
-from fla_train.eval.model_comparison import FALL, LOSS, fall_per_doubling, write_report
+from fla_train.eval.model_comparison import DECODE, FALL, LOSS, fall_per_doubling, write_report
 from fla_train.eval.result import EvalResult
 from fla_train.models.build import is_zoo
 from fla_train.run import Run
@@ -30,6 +30,8 @@ from fla_train.utils.safe_files import read_json
 
 SINGLE = ("launch.num_processes=1", "logger=none")
 LARGEST = 2**14  # steps of a size that is solved for
+CONTEXT = 2048  # tokens before the generated ones, whose time is measured
+DECODING = "decoding/decoding.json"
 TEXT = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
 
 
@@ -100,6 +102,10 @@ def run_state(folder: Path) -> str:
     return "diverged" if diverged else state
 
 
+def _state_of_file(file: Path) -> str:
+    return "finished" if file.is_file() else "new"
+
+
 class Comparison:
     """Runs of a comparison and their results.
 
@@ -114,7 +120,7 @@ class Comparison:
     """
 
     def __init__(self, config: ComparisonConfig, folder: Path, *, prepare: bool):
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.first_seed = config, folder, f"seed-{config.seeds[0]}"
         suites = {name: check_suite(name, words, f"suites.{name}") for name, words in config.suites.items()}
         self.suites = {name: json.loads(json.dumps(asdict(suite))) for name, suite in suites.items()}
         # Plan of each model's run, and the override of its solved size.
@@ -169,8 +175,7 @@ class Comparison:
 
     def sweep(self) -> dict[str, Job]:
         """Return the jobs of the first seed at each learning rate, and of all tasks."""
-        first = f"seed-{self.config.seeds[0]}"
-        return self._training(lambda model, run, seed: seed == first or run in self.config.tasks)
+        return self._training(lambda _, run, seed: seed == self.first_seed or run in self.config.tasks)
 
     def seeds(self) -> dict[str, Job]:
         """Return the jobs of all seeds at the best learning rate of each model that has one."""
@@ -178,14 +183,22 @@ class Comparison:
         return self._training(lambda model, run, seed: (model, run) in best)
 
     def evaluations(self) -> dict[str, Job]:
-        """Return the jobs that evaluate the finished runs of `seeds`."""
+        """Return the jobs that evaluate finished runs of `seeds`, and time generation of the first ones."""
         jobs = {}
         for name, training in self.seeds().items():
-            for suite, options in self.config.suites.items() if training.status() == "finished" else ():
+            if training.status() != "finished":
+                continue
+            for suite, options in self.config.suites.items():
                 output = training.folder / "eval" / suite
                 words = [assign("checkpoint", training.folder), assign("output", output), f"suite={suite}"]
                 state = partial(self._evaluation_state, output)
                 jobs[f"{name}/eval/{suite}"] = Job("eval", [*words, *options], output, state)
+            if name.endswith(self.first_seed):
+                file = training.folder / DECODING
+                vocabulary = self.plans[name.split("/")[0]][0].config.model["vocab_size"]
+                words = ["generate", "--batch=1", f"--contexts={CONTEXT}", f"--json={file}"]
+                words += [*self.overrides[name], f"model.vocab_size={vocabulary}"]
+                jobs[f"{name}/decoding"] = Job("bench", words, file.parent, partial(_state_of_file, file))
         return jobs
 
     def _training(self, chosen: Callable[[str, str, str], bool]) -> dict[str, Job]:
@@ -225,6 +238,8 @@ class Comparison:
             "tokens/s": metrics.tokens_per_second.median(),
             "memory (GiB)": metrics.memory_gib.max(),
         }
+        if (folder / DECODING).is_file():
+            numbers[DECODE] = read_json(folder / DECODING)["rows"][0].get("token_ms", math.nan)
         for output in (folder / "eval" / suite for suite in self.suites):
             if self._evaluation_state(output) == "finished":
                 for score in EvalResult.load(output / "results.json").scores:
@@ -235,8 +250,7 @@ class Comparison:
 
     def losses(self, numbers: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of `numbers` with the losses of the sweep, with their `learning_rate`."""
-        first = f"seed-{self.config.seeds[0]}"
-        losses = numbers[(numbers.metric == LOSS) & (numbers.seed == first)]
+        losses = numbers[(numbers.metric == LOSS) & (numbers.seed == self.first_seed)]
         return losses.assign(learning_rate=losses.run.str.removeprefix("lr-").astype(float))
 
     def best(self, numbers: pd.DataFrame) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from scipy import stats
 from warm_ranks import WarmRanks
 
 from fla_train.api import compose
-from fla_train.cli import app
+from fla_train.cli import app, bench
 from fla_train.cli.compare_models import ComparisonConfig as Config
 from fla_train.cli.compare_models import SizeConfig, TaskConfig, build_parser, read_comparison
 from fla_train.cli.comparison import Comparison, compare, solve_size
@@ -58,6 +58,8 @@ def started(warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> list[str]
         names.append(str(log.parent))
         if command == "train":
             warm_ranks.launch(compose(*words))
+        elif command == "bench":
+            bench.run(words)
         else:
             evaluate(OmegaConf.to_object(app.compose("eval", words)), progress=False)
         if len(names) == 2:
@@ -76,7 +78,7 @@ def test_an_interrupted_comparison_continues(file: Path, started: list[str], tmp
     assert "6 runs, 9,600 tokens" in capsys.readouterr().out
     assert compare(request) == app.INTERRUPTED and len(started) == 2
     assert "Not complete" in (folder / "table.md").read_text()
-    assert compare(request) == 0 and len(started) == len(set(started)) == 6 + 4
+    assert compare(request) == 0 and len(started) == len(set(started)) == 6 + 4 + 2
     table = pd.read_csv(folder / "table.csv").set_index(["model", "metric"])
     for model in COMPARISON["models"]:
         row = table.loc[model, "validation loss"]
@@ -91,6 +93,7 @@ def test_an_interrupted_comparison_continues(file: Path, started: list[str], tmp
         results = [json.loads((run / "eval/perplexity/results.json").read_text()) for run in runs]
         values = [r["value"] for result in results for r in result["scores"] if r["metric"] == "perplexity"]
         assert table.loc[model, "validation perplexity at 32"].value == pytest.approx(np.mean(values[1::2]))
+        assert table.loc[model, "decode ms/token"].value > 0
     counts = table.parameters.groupby("model").first()
     assert abs(counts["DeltaNet"] - counts["Llama, small"]) <= 2 * 3 * 2 * 32
     text = (folder / "table.md").read_text()
