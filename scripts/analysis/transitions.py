@@ -9,10 +9,9 @@ state.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -63,36 +62,23 @@ class Transitions:
         return 1 / shares.square().sum(-1).clamp(min=1e-300)
 
 
-@contextmanager
-def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, Tensor | None]]]:
-    """Record k, beta and g of each recurrent layer in the forward pass inside the block."""
-    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    mixers = [module for module in model.modules() if isinstance(module, DeltaProductMixer)]
-    for mixer in mixers:
-
-        def recur(inputs, context, cache, *, original=mixer._recur):
-            _, k, _, beta, g = inputs
-            found.append((k, beta, g))
-            return original(inputs, context, cache)
-
-        mixer._recur = recur  # shadows the method until it is deleted below
-    try:
-        yield found
-    finally:
-        for mixer in mixers:
-            del mixer._recur
-
-
 @torch.no_grad()
 def transitions(model: nn.Module, ids: Tensor, kept: Tensor) -> list[Transitions]:
     """Return the transitions of each recurrent layer at the tokens `kept` of ids [B, T]."""
-    with recorded(model) as found:
+    calls, original = [], DeltaProductMixer._recur
+
+    def recur(mixer: DeltaProductMixer, inputs: tuple[Tensor | None, ...], *rest: object) -> object:
+        _, k, _, beta, g = inputs
+        calls.append((k, beta, g))
+        return original(mixer, inputs, *rest)
+
+    with patch.object(DeltaProductMixer, "_recur", recur):
         model(input_ids=ids.to(model.device), use_cache=False)
     flat = ids.flatten()
     tokens = kept[torch.isin(kept, flat)]
     last = torch.tensor([int((flat == token).nonzero()[-1]) for token in tokens])
     layers = []
-    for k, beta, g in found:
+    for k, beta, g in calls:
         keys, steps = l2norm(k.double()).flatten(0, 1).cpu()[last], beta.double().flatten(0, 1).cpu()[last]
         decay = torch.ones_like(steps[:, 0]) if g is None else g.double().exp().flatten(0, 1).cpu()[last]
         layers.append(Transitions(tokens, steps, keys, decay))

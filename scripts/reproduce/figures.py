@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,24 @@ from fla_train.utils.figure_style import OTHER, family_color, style
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
 FIGURES = REPORTS.with_name("figures")
-TRAINED = {"color": "0.3", "linestyle": ":", "linewidth": 1.2}
-# DeltaProduct with 2, 3 and 4 Householder steps; n_h = 1 is DeltaNet.
-STEPS = {1: family_color("DeltaNet"), 2: "#7fbfe5", 3: family_color("DeltaProduct"), 4: "#00335c"}
-N_H = {f"DeltaProduct_{n} [-1, 1]": {"label": f"n_h = {n}", "color": color} for n, color in STEPS.items()}
-GREY = {"color": OTHER, "linewidth": 1.2}
+TRAINED = {"color": "0.3", "linestyle": ":", "linewidth": 1.2, "label": "training length"}
+# Colours and lines of labels that are not the default of their family. n_h = 1 is DeltaNet.
+COLORS = {"n_h = 1": family_color("DeltaNet"), "n_h = 2": "#7fbfe5", "n_h = 3": family_color("DeltaProduct")}
+COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "5 layers": "#00543d"}
+COLORS |= {"4 layers": family_color("DeltaNet")}
+LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
+LINES |= dict.fromkeys(("Llama", "DeltaNet + sliding windows", "RetNet"), "--")
 
 
 def read(name: str) -> Any:
     """Return a report as Python objects."""
     return json.loads((REPORTS / name).read_text())
+
+
+def look(label: str) -> dict[str, str]:
+    """Return the style of a model's line."""
+    color = COLORS.get(label) or family_color(label)
+    return {"label": label, "color": color, "linestyle": LINES.get(label, "-")}
 
 
 @contextmanager
@@ -58,13 +65,12 @@ def plot_curve(panel: Axes, x: Sequence[float], y: np.ndarray, **line: Any) -> N
 
 def accuracy_by_length(
     name: str,
-    *,
     table: str,
-    columns: Sequence[str],
-    models: Mapping[str, Mapping[str, Any]],
-    rows: int,
+    models: Mapping[str, str],
+    columns: Mapping[str, int],
+    *,
+    rows: int = 1,
     size: tuple[float, float],
-    trained: int | Sequence[int],
     longest: int,
 ) -> None:
     """Draw sequence accuracy against length: thin lines for the seeds, a thick one for their median.
@@ -72,24 +78,22 @@ def accuracy_by_length(
     Args:
         name: of the figure.
         table: name in `expressivity-tables.json`.
-        columns: the table's columns, a panel for each.
-        models: for each of the table's rows that is drawn, its label and line style.
+        models: labels of the table's rows to draw.
+        columns: training lengths of the table's columns, a panel for each.
         rows: rows of panels.
         size: inches.
-        trained: training length, of each column if they differ.
         longest: end of the axis of lengths.
     """
     cells = read("expressivity-tables.json")[table]
-    lengths = [trained] * len(columns) if isinstance(trained, int) else trained
     with figure(name, size, rows, len(columns) // rows) as panels:
-        for panel, column, length in zip(panels, columns, lengths, strict=True):
-            for model, look in models.items():
-                curves = [test["curve"] for test in cells[model][column]]
+        for panel, (column, trained) in zip(panels, columns.items(), strict=True):
+            for row, label in models.items():
+                curves = [test["curve"] for test in cells[row][column]]
                 x, values = curves[0][0], np.array([y for _, y in curves])
                 for seed in values:
-                    plot_curve(panel, x, seed, color=look["color"], alpha=0.45, linewidth=0.6)
-                plot_curve(panel, x, np.median(values, axis=0), **look)
-            panel.axvline(length, **TRAINED, label="training length")
+                    plot_curve(panel, x, seed, color=look(label)["color"], alpha=0.45, linewidth=0.6)
+                plot_curve(panel, x, np.median(values, axis=0), **look(label))
+            panel.axvline(trained, **TRAINED)
             length_axis(panel, [1, 8, 64, 512])
             panel.set(title=column, xlim=(1, longest), ylim=(-0.03, 1.03), yticks=[0, 0.5, 1])
         drawing = panels[0].figure
@@ -99,17 +103,16 @@ def accuracy_by_length(
         drawing.legend(handles, labels, loc="outside upper center", ncols=4)
 
 
-def length_extrapolation() -> None:
+def length_extrapolation(name: str) -> None:
     """Draw the accuracy of each seed at length 512, for each change of the recipe."""
     tables = read("expressivity-tables.json")
-    changes = tables["extrapolation"]
     unchanged = {
         f"{group}, n_h = {n}": tables["state_tracking"][f"DeltaProduct_{n} [-1, 1]"][group]
         for group in ("S3", "S4")
         for n in (2, 4)
     }
-    rows = {"no change": unchanged} | changes
-    with figure("length-extrapolation", (7.5, 2.6), 1, 4) as panels:
+    rows = {"no change": unchanged} | tables["extrapolation"]
+    with figure(name, (7.5, 2.6), 1, 4) as panels:
         for panel, column in zip(panels, unchanged, strict=True):
             for i, row in enumerate(rows.values()):
                 values = [test["value"] for test in row[column]]
@@ -122,78 +125,38 @@ def length_extrapolation() -> None:
         panels[0].figure.supxlabel("sequence accuracy at length 512, three seeds", fontsize=9)
 
 
-def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Return positions for labels of values that are at least `gap` apart, in the order of the values."""
-    order = np.argsort(values)
-    positions = np.array(values, dtype=float)
-    for _ in range(100):
-        for low, high in pairwise(order):
-            if (missing := gap - (positions[high] - positions[low])) > 1e-9:
-                positions[low] -= missing / 2
-                positions[high] += missing / 2
-    return list(positions)
+def labelled_lines(
+    name: str,
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    size: tuple[float, float],
+    form: str,
+    trained: int | None = None,
+    **axes: Any,
+) -> None:
+    """Draw numbers against lengths, with the model and its last number at the end of each line.
 
-
-def perplexity() -> None:
-    """Draw the perplexity of ten models of 50M parameters against context length."""
-    names = {
-        "llama": "Llama",
-        "transformer": "Transformer++",
-        "delta_net": "DeltaNet",
-        "hybrid_global2": "DeltaNet + 2 attention layers",
-        "delta_product": "DeltaProduct_2",
-        "hybrid_swa": "DeltaNet + sliding windows",
-        "gated_delta_net": "Gated DeltaNet",
-        "gla": "GLA",
-        "retnet": "RetNet",
-        "gated_delta_product": "Gated DeltaProduct_2",
-    }
-    dashed = {"llama", "hybrid_swa", "retnet"}  # the second of a family
-    models = read("lm-50m/comparison.json")
-    with figure("perplexity-50m", (5.6, 3.6)) as (panel,):
-        last = []
-        for key, name in names.items():
-            x, y = zip(
-                *((s["length"], s["perplexity"]) for s in models[key]["length"]["lengths"]), strict=True
-            )
-            line = "--" if key in dashed else ":" if key == "hybrid_global2" else "-"
-            panel.plot(x, y, line, color=family_color(name), marker="o", markersize=3)
-            last.append(y[-1])
-        panel.set_yscale("log")
-        heights = np.exp(spread(np.log(last), 0.088))
-        for name, height in zip(names.values(), heights, strict=True):
-            panel.annotate(
-                name,
-                (32768, height),
-                (6, 0),
-                textcoords="offset points",
-                va="center",
-                color=family_color(name),
-            )
+    Args:
+        name: of the figure.
+        curves: points (length, number) by model.
+        size: inches.
+        form: format of a number.
+        trained: training length, marked by a line.
+        axes: properties of the axes.
+    """
+    with figure(name, size) as (panel,):
+        height = 0.0
+        for label, points in sorted(curves.items(), key=lambda item: item[1][-1][1]):
+            x, y = zip(*points, strict=True)
+            panel.plot(x, y, marker="o", markersize=3, **look(label))
+            height = max(y[-1], 1.12 * height)  # labels must not overlap
+            text, offset = f"{label}: {y[-1]:{form}}", {"xytext": (6, 0), "textcoords": "offset points"}
+            panel.annotate(text, (x[-1], height), va="center", color=family_color(label), **offset)
         length_axis(panel, x)
-        panel.set_yticks([40, 60, 100, 200, 400], ["40", "60", "100", "200", "400"])
+        if trained is not None:
+            panel.legend(handles=[panel.axvline(trained, **TRAINED)])
+        panel.set(**axes)
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
-        panel.axvline(2048, **TRAINED)
-        panel.annotate(
-            "training length", (2048, 400), (5, 0), textcoords="offset points", va="top", color="0.3"
-        )
-        panel.set(xlabel="context length (tokens)", ylabel="perplexity")
-
-
-def decoding() -> None:
-    """Draw the time per generated token of one sequence against its context."""
-    rows = [row for row in read("benchmarks/decoding.json")["rows"] if row["batch"] == 1]
-    names = {"llama-compiled": "Llama, compiled", "ours": "Gated DeltaProduct_2"}
-    with figure("decoding", (4.6, 3.4)) as (panel,):
-        for key, name in names.items():
-            x, y = zip(*((r["context"], r["milliseconds"]) for r in rows if r["model"] == key), strict=True)
-            panel.plot(x, y, color=family_color(name), marker="o", markersize=4, linewidth=2)
-            for i in (0, -1):
-                panel.annotate(f"{y[i]:.2f}", (x[i], y[i]), (0, 7), textcoords="offset points", ha="center")
-            panel.annotate(name, (x[1], y[2] + 0.5), color=family_color(name), fontsize=10, fontweight="bold")
-        length_axis(panel, x)
-        panel.set(xlabel="context length (tokens)", ylabel="milliseconds per token", ylim=(0, 7.2))
-        panel.set_xlim(1600, 170_000)
 
 
 def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, number: str, power: int) -> None:
@@ -229,97 +192,115 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
         panel.spines["left"].set_visible(False)
 
 
-def operator() -> None:
+def perplexity(name: str) -> None:
+    """Draw the perplexity of ten models of 50M parameters against context length."""
+    labels = {
+        "llama": "Llama",
+        "transformer": "Transformer++",
+        "delta_net": "DeltaNet",
+        "hybrid_global2": "DeltaNet + 2 attention layers",
+        "delta_product": "DeltaProduct_2",
+        "hybrid_swa": "DeltaNet + sliding windows",
+        "gated_delta_net": "Gated DeltaNet",
+        "gla": "GLA",
+        "retnet": "RetNet",
+        "gated_delta_product": "Gated DeltaProduct_2",
+    }
+    models = read("lm-50m/comparison.json")
+    curves = {
+        label: [(row["length"], row["perplexity"]) for row in models[key]["length"]["lengths"]]
+        for key, label in labels.items()
+    }
+    axes = {"yscale": "log", "yticks": [40, 60, 100, 200, 400], "ylabel": "perplexity"}
+    labelled_lines(name, curves, (5.9, 3.6), ".0f", 2048, xlabel="context length (tokens)", **axes)
+
+
+def decoding(name: str) -> None:
+    """Draw the time per generated token of one sequence against its context."""
+    labels = {"llama-compiled": "Llama, compiled", "ours": "Gated DeltaProduct_2"}
+    rows = [row for row in read("benchmarks/decoding.json")["rows"] if row["batch"] == 1]
+    curves = {
+        label: [(row["context"], row["milliseconds"]) for row in rows if row["model"] == key]
+        for key, label in labels.items()
+    }
+    axes = {"xlabel": "context length (tokens)", "ylabel": "milliseconds per token", "ylim": (0, 7.2)}
+    labelled_lines(name, curves, (5.4, 3.2), ".2f", **axes)
+
+
+def operator(name: str) -> None:
     """Draw the milliseconds of the operator, forward and backward, compared with flash-linear-attention."""
     names = {
         (1, True): "Gated DeltaNet",
         (2, True): "Gated DeltaProduct_2",
         (1, False): "DeltaNet",
     }
-    groups: dict[str, dict[str, float]] = {name: {} for name in names.values()}
+    groups: dict[str, dict[str, float]] = {model: {} for model in names.values()}
     for row in read("benchmarks/operator-peers.json")["rows"]:
         peer = "fla" if row["kernel"].startswith("fla ") else "ours"
         groups[names[row["num_householder"], row["gated"]]][peer] = row["both_ms"]
-    bars("operator", groups, "milliseconds, forward and backward (lower is better)", "{:.2f}", power=1)
+    bars(name, groups, "milliseconds, forward and backward (lower is better)", "{:.2f}", power=1)
 
 
-def training() -> None:
+def training(name: str) -> None:
     """Draw the training speed on one GPU, compared with other models in the same engine."""
     reports = {
         "Gated DeltaProduct_2, 340m preset": "peers-gated-delta-product",
         "DeltaNet, 340m preset, vocabulary 4,096": "peers-delta-net",
         "DeltaNet, 340m preset": "peers-delta-net-fla",
     }
-    names = {
-        "ours": "ours",
-        "transformer": "Transformer++",
-        "llama-compiled": "Llama, compiled",
-        "llama": "Llama",
-        "fla": "fla",
-    }
+    names = {"transformer": "Transformer++", "llama-compiled": "Llama, compiled", "llama": "Llama"}
     groups = {
         group: {
-            names[row["model"]]: row["tokens_per_second"] for row in read(f"benchmarks/{file}.json")["rows"]
+            names.get(row["model"], row["model"]): row["tokens_per_second"]
+            for row in read(f"benchmarks/{file}.json")["rows"]
         }
         for group, file in reports.items()
     }
-    bars("training", groups, "tokens/s (higher is better)", "{:,.0f}", power=-1)
+    bars(name, groups, "tokens/s (higher is better)", "{:,.0f}", power=-1)
 
 
-def line(label: str, linestyle: str = "-") -> dict[str, Any]:
-    """Return the style of a model's line, in the colour of its family."""
-    return {"label": label, "color": family_color(label), "linestyle": linestyle}
-
-
+N_H = {f"DeltaProduct_{n} [-1, 1]": f"n_h = {n}" for n in (1, 2, 3, 4)}
+BASELINES = {"Transformer": "Transformer", "Mamba [-1, 1]": "Mamba"}
+LAYERS = {f"{n} layers": f"{n} layers" for n in (2, 3, 4, 5)}
 S5_MODELS = {
-    "DeltaNet [-1, 1], 1 layer": line("DeltaNet"),
-    "DeltaNet [-1, 1], 5 layers": line("DeltaNet, 5 layers", "--"),
-    "DeltaNet [0, 1], 5 layers": line("DeltaNet [0, 1], 5 layers", ":"),
-    "DeltaProduct_4 [-1, 1], 1 layer": line("DeltaProduct_4"),
-    "Gated DeltaNet [-1, 1], 1 layer": line("Gated DeltaNet"),
-    "Mamba [-1, 1], 1 layer": line("Mamba"),
-    "Transformer": line("Transformer"),
+    "DeltaNet [-1, 1], 1 layer": "DeltaNet",
+    "DeltaNet [-1, 1], 5 layers": "DeltaNet, 5 layers",
+    "DeltaNet [0, 1], 5 layers": "DeltaNet [0, 1], 5 layers",
+    "DeltaProduct_4 [-1, 1], 1 layer": "DeltaProduct_4",
+    "Gated DeltaNet [-1, 1], 1 layer": "Gated DeltaNet",
+    "Mamba [-1, 1], 1 layer": "Mamba",
+    "Transformer": "Transformer",
 }
-LAYERS = {
-    f"{n} layers": {"label": f"{n} layers", "color": color}
-    for n, color in {2: "#a5dcc9", 3: "#54bb99", 4: family_color("DeltaNet"), 5: "#00543d"}.items()
+GROUPS = ("S3", "S4", "A5", "S5")
+SHORT, LONG = dict.fromkeys(GROUPS, 128), dict.fromkeys(GROUPS, 512)
+S5_INPUTS = {"only swaps": 32, "swaps and 3-permutations": 32, "4 tokens": 64}
+Z60_INPUTS = {"Z60": 32, "Z60, 2 tokens": 64}
+squares = partial(accuracy_by_length, rows=2, size=(4.8, 4.0))
+inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, longest=512)
+# The function that draws each figure. Its argument is the figure's name.
+DRAWINGS: dict[str, Callable[[str], None]] = {
+    "state-tracking-128": partial(
+        squares, table="state_tracking", models=N_H | BASELINES, columns=SHORT, longest=512
+    ),
+    "state-tracking-512": partial(
+        squares, table="state_tracking_512", models=N_H, columns=LONG, longest=2048
+    ),
+    "layers": partial(squares, table="layers", models=LAYERS, columns=SHORT, longest=512),
+    "s5-inputs": partial(inputs, columns=S5_INPUTS, size=(7.5, 2.8)),
+    "z60": partial(inputs, columns=Z60_INPUTS, size=(6.6, 2.8)),
+    "length-extrapolation": length_extrapolation,
+    "perplexity-50m": perplexity,
+    "decoding": decoding,
+    "operator": operator,
+    "training": training,
 }
-BASELINES = {
-    "Transformer": GREY | {"label": "Transformer", "linestyle": "--"},
-    "Mamba [-1, 1]": GREY | {"label": "Mamba"},
-}
-
-
-def figures() -> dict[str, Callable[[], None]]:
-    """Return the function that draws each figure, by name."""
-    groups = partial(accuracy_by_length, columns=("S3", "S4", "A5", "S5"), rows=2, size=(4.8, 4.0))
-    inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, rows=1, longest=512)
-    s5, z60 = ("only swaps", "swaps and 3-permutations", "4 tokens"), ("Z60", "Z60, 2 tokens")
-    short = {"trained": 128, "longest": 512}
-    curves = {
-        "state-tracking-128": partial(groups, table="state_tracking", models=N_H | BASELINES, **short),
-        "state-tracking-512": partial(
-            groups, table="state_tracking_512", models=N_H, trained=512, longest=2048
-        ),
-        "layers": partial(groups, table="layers", models=LAYERS, **short),
-        "s5-inputs": partial(inputs, columns=s5, size=(7.5, 2.8), trained=(32, 32, 64)),
-        "z60": partial(inputs, columns=z60, size=(6.6, 2.8), trained=(32, 64)),
-    }
-    return {name: partial(draw, name) for name, draw in curves.items()} | {
-        "length-extrapolation": length_extrapolation,
-        "perplexity-50m": perplexity,
-        "decoding": decoding,
-        "operator": operator,
-        "training": training,
-    }
 
 
 def main(names: Sequence[str]) -> None:
     """Draw the figures with these names; all, if there are none."""
-    drawings = figures()
     with style():
-        for name in names or drawings:
-            drawings[name]()
+        for name in names or DRAWINGS:
+            DRAWINGS[name](name)
 
 
 if __name__ == "__main__":
