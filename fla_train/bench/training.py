@@ -30,7 +30,7 @@ from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.config import TrainConfig, records_graph
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
+from fla_train.training.features.cuda_graph import CudaGraph
 from fla_train.training.process_group import split_ranks
 from fla_train.training.resolve import resolve
 from fla_train.training.run_data import to_batch
@@ -128,8 +128,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=not graph)
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    cuda_graph = CudaGraphPass(engine.module, bf16=trainer.autocasts) if graph else None
-    features = [] if cuda_graph is None else [CudaGraph(cuda_graph)]
+    features = [CudaGraph(engine.module, bf16=trainer.autocasts)] if graph else []
     bad_steps = BadSteps(device, max_grad_norm=config.optimizer.max_grad_norm)
     mesh = split_ranks(config.launch.context_parallel)
     global_batch = config.num_accumulated * trainer.micro_batch_size * mesh.data_world
@@ -180,8 +179,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
         "times": times,
     }
     # The allocator does not count the pool of a CUDA graph.
-    recorded = cuda_graph is not None and cuda_graph.recordable
-    return row if recorded else row | {"memory_GiB": speed["memory_gib"]}
+    return row if graph else row | {"memory_GiB": speed["memory_gib"]}
 
 
 def breakdown(run: Callable[[], object]) -> dict[str, float]:

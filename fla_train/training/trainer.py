@@ -22,7 +22,7 @@ from fla_train.training.config import records_graph
 from fla_train.training.engine import HostTransfer, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
+from fla_train.training.features.cuda_graph import CudaGraph
 from fla_train.training.features.evaluation import TaskEvaluation, TextEvaluation
 from fla_train.training.features.exports import Exports
 from fla_train.training.features.initial_states import InitialStates
@@ -107,7 +107,11 @@ class Trainer:
         self.schedule = make_schedule(config)
         self.logger = RunLogger(config, self.folder, self.state, stream, self.rank)
         self.log = self.logger.log
-        self.throughput = _throughput(plan, self.engine.device)
+        device = self.engine.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        peak = peak_flops(gpu, trainer.precision, config.launch.peak_tflops)
+        all_peaks = None if peak is None else peak * dist.get_world_size()
+        self.throughput = Throughput(plan.flops_per_token, all_peaks, device)
         self.checkpoints = CheckpointManager(
             self.engine,
             self.folder.checkpoints,
@@ -183,7 +187,12 @@ class Trainer:
                     self._report(self._read(len(self.unread)))
                 self._between_steps()
                 if self.stopping and not self.finished:
-                    self._leave()
+                    # Close everything once the checkpoint is on disk.
+                    self.ensure_saved()
+                    self.log(f"step {self.state.step:,}: stopped on request")
+                    for feature in self.features:
+                        feature.stop()
+                    self.logger.close()
                     return False
         self._finish()
         return True
@@ -267,14 +276,7 @@ class Trainer:
         return [read() for _, read in launched]
 
     def _report(self, finished: Sequence[FinishedStep]) -> None:
-        """Log finished steps and pass them to the features."""
-        self._account(finished)
-        if finished:
-            for feature in self.features:
-                feature.after_results(finished)
-
-    def _account(self, finished: Sequence[FinishedStep]) -> None:
-        """Count and log finished steps, equally on all ranks.
+        """Count and log finished steps, equally on all ranks, and pass them to the features.
 
         Raises:
             TrainingStopped: too many consecutive steps were skipped.
@@ -307,6 +309,9 @@ class Trainer:
                     f"the loss or its gradient was NaN, infinite or a spike in {state.skipped_in_row} "
                     f"steps in a row, up to step {step}: lower optimizer.lr, or raise schedule.warmup_steps"
                 )
+        if finished:
+            for feature in self.features:
+                feature.after_results(finished)
 
     def _between_steps(self) -> None:
         """Run the features that are due, then save the checkpoint.
@@ -346,14 +351,6 @@ class Trainer:
         self.checkpoints.close()
         self.timeline.mark("rest of the checkpoint")
 
-    def _leave(self) -> None:
-        """Close everything after a request to stop, once the checkpoint is on disk."""
-        self.ensure_saved()
-        self.log(f"step {self.state.step:,}: stopped on request")
-        for feature in self.features:
-            feature.stop()
-        self.logger.close()
-
     def _finish(self) -> None:
         """Write the last step's files that a resumed or killed run still lacks, and the summary.
 
@@ -384,7 +381,7 @@ def build_features(trainer: Trainer) -> list[Callback]:
     if config.initial_states != "zero":
         features.append(InitialStates(config))
     if records_graph(config):
-        features.append(CudaGraph(CudaGraphPass(trainer.model, bf16=config.trainer.autocasts)))
+        features.append(CudaGraph(trainer.model, bf16=config.trainer.autocasts))
     features += make_callbacks(config.trainer.callbacks)
     features += [Statistics(), Profile()]
     features += [TextEvaluation() if config.task is None else TaskEvaluation(), Exports()]
@@ -408,13 +405,6 @@ def readable_late(steps: Sequence[int], periods: Sequence[int]) -> int:
 
 def _divides(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _throughput(plan: RunPlan, device: torch.device) -> Throughput:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name, plan.config.trainer.precision, plan.config.launch.peak_tflops)
-    total = None if peak is None else peak * dist.get_world_size()
-    return Throughput(plan.flops_per_token, total, device)
 
 
 @contextmanager

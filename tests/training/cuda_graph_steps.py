@@ -1,6 +1,5 @@
 """Steps with and without a CUDA graph, which must not differ in a bit: `cuda_graph_steps.py CONFIG_YAML`."""
 
-import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +16,14 @@ from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.engine import build_engine, gradients_of, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph, CudaGraphPass
+from fla_train.training.features.cuda_graph import CudaGraph
 from fla_train.training.features.initial_states import InitialStates
 from fla_train.training.resolve import resolve
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: as in a curriculum
 
 
-class Rehearsal(CudaGraphPass):
+class Rehearsal(CudaGraph):
     """Compute on a CPU what a graph would replay on a GPU."""
 
     recordings = 0
@@ -41,28 +40,17 @@ class Rehearsal(CudaGraphPass):
 
 
 def rehearse(config: TrainConfig) -> list[int]:
-    """Compare on a CPU: from zero states, from passed ones, and a model that can't be recorded.
-
-    Returns the numbers of recordings.
-    """
+    """Compare on a CPU, from zero states and from passed ones; return the numbers of recordings."""
     engine = _engine(config)
     recordings = []
-    for kind in ("zero", "passing", "unrecordable"):
-        if kind == "unrecordable":
-            engine.module.gradient_checkpointing_disable()
-            engine.module.register_forward_pre_hook(lambda module, inputs: draw_on_host())
+    for kind in ("zero", "passing"):
         cuda_graph = Rehearsal(engine.module, bf16=False)
         compare(engine, cuda_graph, kind)
         recordings.append(cuda_graph.recordings)
     return recordings
 
 
-def draw_on_host() -> None:
-    """As the layer drop of some models does."""
-    random.random()
-
-
-def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
+def compare(engine, cuda_graph: CudaGraph, kind: str) -> None:
     """Compare steps of the engine alone with those of `cuda_graph`; the engine runs the sixth in both.
 
     Args:
@@ -77,7 +65,7 @@ def compare(engine, cuda_graph: CudaGraphPass, kind: str) -> None:
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
-            features = [] if own is None or step == 5 else [CudaGraph(own)]  # 5: as with statistics
+            features = [] if own is None or step == 5 else [own]  # 5: as with statistics
             if states is not None:
                 states.before_step(step + 1, [Batch(*batch)])
                 features.insert(0, states)
@@ -113,7 +101,7 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine = _engine(config)
     for kind in ("zero", "passing"):
-        compare(engine, CudaGraphPass(engine.module, bf16=config.trainer.autocasts), kind)
+        compare(engine, CudaGraph(engine.module, bf16=config.trainer.autocasts), kind)
     print("equal")
     dist.destroy_process_group()
 

@@ -5,7 +5,6 @@ several times as long to launch its hundred or more kernels one by one. Selectiv
 makes the host slow with large models as well. A recorded graph launches all kernels together.
 """
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,73 +18,53 @@ from fla_train.training.callback import Callback
 from fla_train.training.engine import gradients_of
 from fla_train.utils.random_states import differing, random_states, set_random_states
 
-logger = logging.getLogger(__name__)
 WAITED = "synchronizing CUDA operation"  # part of torch's error for an operation that waits
 
 
 class CudaGraph(Callback):
-    """Run each step's pass by a `CudaGraphPass`, except steps with statistics: a graph runs no hooks.
+    """Compute loss and gradients of one micro-batch by replaying a recording of the pass.
+
+    Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
+    and all other Python code of the pass run only while recording. Some passes can't be recorded: those that
+    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass.
 
     Args:
-        graph: the recorded pass of the model.
+        module: a module on a GPU, in training mode.
+        bf16: whether matrix products run in bf16, under autocast.
     """
 
-    def __init__(self, graph: "CudaGraphPass"):
-        self._graph, self._active = graph, True
+    def __init__(self, module: nn.Module, *, bf16: bool):
+        self._module, self._bf16, self._active = module, bf16, True
+        self._key: tuple | None = None  # shapes and addresses of the recorded pass
 
     def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
         self._active = not self.trainer.is_observed(step)
 
     def run_pass(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        return self._graph(inputs) if self._active else None
-
-
-class CudaGraphPass:
-    """Compute loss and gradients of one micro-batch by replaying a recording of the pass.
-
-    Inputs of another shape are recorded again, and so is a model whose parameters have moved. Forward hooks
-    and all other Python code of the pass run only while recording. Some passes can't be recorded: those that
-    wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass. Then
-    one line is logged, and the caller runs all later passes.
-
-    Args:
-        module: a module on a GPU, in training mode.
-        bf16: whether matrix products run in bf16, under autocast.
-
-    Attributes:
-        recordable: False once a pass could not be recorded.
-    """
-
-    def __init__(self, module: nn.Module, *, bf16: bool):
-        self._module, self._bf16 = module, bf16
-        self._key: tuple | None = None  # shapes and addresses of the recorded pass
-        self.recordable = True
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Run the pass on `inputs`, the keyword arguments of the model, and set each parameter's `grad`.
 
         Values that are not tensors, such as initial states, are recorded as they are, so their tensors must
         keep their addresses.
 
         Returns:
-            The loss, an fp32 scalar, valid until the next call like the gradients. None if the pass can't be
-            recorded: the caller has to run it.
+            The loss, an fp32 scalar, valid until the next call like the gradients. None in a step with
+            statistics, because a graph runs no hooks.
 
         Raises:
-            ValueError: the pass draws random numbers while layers are recomputed, or the recording failed.
+            ValueError: the pass can't be recorded.
         """
+        if not self._active:
+            return None
         parameters = dict(self._module.named_parameters())
         fixed = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
         inputs = {name: value for name, value in inputs.items() if name not in fixed}
         shapes = ((name, value.shape) for name, value in inputs.items())
         objects = ((name, id(value)) for name, value in fixed.items())
         key = (*shapes, *objects, *(parameter.data_ptr() for parameter in parameters.values()))
-        if self.recordable and key != self._key:
+        if key != self._key:
             self._fixed = fixed
             self._record(inputs, parameters)
             self._key = key
-        if not self.recordable:
-            return None
         for name, value in inputs.items():
             self._inputs[name].copy_(value)
         self._graph.replay()
@@ -103,22 +82,16 @@ class CudaGraphPass:
         arguments = self._inputs | self._fixed
         device = next(iter(leaves.values())).device
         with side_stream(device) as stream:
-            obstacle = self._warm_up(leaves, arguments, device)
-        if obstacle is None:
-            self._capture(leaves, arguments, stream)
-            return
-        logger.warning("trainer.cuda_graph=true has no effect from here on: the model %s", obstacle)
-        self.recordable = False
-        del self._inputs, self._fixed, arguments
-        torch.cuda.empty_cache()  # free the memory of the side stream
+            self._warm_up(leaves, arguments, device)
+        self._capture(leaves, arguments, stream)
 
     def _warm_up(
         self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any], device: torch.device
-    ) -> str | None:
+    ) -> None:
         """Run the pass three times, so that compilation, tuning and first allocations are not recorded.
 
-        Returns:
-            The reason why the pass can't be recorded, or None.
+        Raises:
+            ValueError: names what the pass does that a recording would not repeat.
         """
         states = random_states()
         for _ in range(2):
@@ -136,18 +109,18 @@ class CudaGraphPass:
         recomputed = any(
             getattr(module, "gradient_checkpointing", False) for module in self._module.modules()
         )
-        if recomputed and drawn:
-            raise ValueError(
-                "the model draws random numbers (dropout?), and in a CUDA graph recomputed layers draw "
-                "others: set trainer.cuda_graph=false or trainer.activation_checkpointing=false"
-            )
-        if waits:
-            return "waits for the GPU, for example to read a value"
-        if drawn - {"cuda"}:
-            return "draws random numbers on the host"
-        if any(leaf.grad is not None for leaf in leaves.values()):
-            return "adds to gradients by a backward pass inside its forward pass"
-        return None
+        obstacles = {
+            "waits for the GPU, for example to read a value": waits,
+            "draws random numbers on the host": drawn - {"cuda"},
+            "draws random numbers (dropout?), and its recomputed layers would draw others": recomputed
+            and drawn,
+            "adds to gradients by a backward pass inside its forward pass": any(
+                leaf.grad is not None for leaf in leaves.values()
+            ),
+        }
+        for obstacle, met in obstacles.items():
+            if met:
+                raise ValueError(f"the model {obstacle}, so set trainer.cuda_graph=false")
 
     def _capture(
         self, leaves: Mapping[str, Tensor], arguments: Mapping[str, Any], stream: torch.cuda.Stream | None
