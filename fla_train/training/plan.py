@@ -24,8 +24,8 @@ ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4
 # Memory of GPUs in GB, and the fraction of it that the estimate may use.
 GPU_SIZES, USABLE = (40, 80), 0.95
 CHECKPOINT_BYTES, EXPORT_BYTES = 12, 4  # per parameter: fp32 weight and two moments; weight
-# Minimum numbers for a precise validation loss.
-ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20
+# Minimum number of sequences for a precise validation loss.
+ENOUGH_SEQUENCES = 32
 # Tolerated ratio of requested tokens to the tokens on a subset's card, because tokenizers differ.
 MORE_TOKENS = 1.2
 
@@ -44,14 +44,11 @@ class RunPlan:
         flops_per_token: FLOPs of forward and backward pass.
         memory_bytes: estimate per process.
         gpu_hours: flops_per_token * tokens / (assumed utilization * peak of a GPU).
-        hours: gpu_hours divided by the number of processes.
         run_bytes: estimate of the run folder at its largest.
         data_bytes: size of the tokens to prepare; None if prepared, or if their number is unknown.
-        accumulation: micro-batches per rank and step.
         training_tokens: tokens of the training split; None if it is streamed or not prepared.
         validation_tokens: tokens of the validation split by component of a mixture ("" without a mixture);
             None: not prepared.
-        validation_documents: number of documents in all validation splits.
         unigram_entropy: entropy of the validation split, nats per token.
         data_folder: the prepared data; None: not prepared.
     """
@@ -65,13 +62,10 @@ class RunPlan:
     flops_per_token: float
     memory_bytes: int
     gpu_hours: float
-    hours: float
     run_bytes: int
     data_bytes: int | None
-    accumulation: int
     training_tokens: int | None
     validation_tokens: dict[str, int] | None
-    validation_documents: int | None
     unigram_entropy: float | None
     data_folder: str | None
 
@@ -116,8 +110,6 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
     if data is not None and config.task is None:
         open_training_data(config, data)  # raises its errors before the start
-    parts = data.parts().items() if data else ()
-    held_out = {name: part.manifest["splits"]["validation"] for name, part in parts}
     count = count_node(config.model)
     tokens = trainer.max_steps * trainer.global_batch_tokens
     flops = _training_flops(config)
@@ -125,7 +117,6 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
     width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
-    gpu_hours = flops * tokens / (ASSUMED_MFU * peak) / 3600
     return RunPlan(
         request=request,
         config=config,
@@ -135,14 +126,12 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
         epochs=tokens / train["tokens"] if train else None,
         flops_per_token=flops,
         memory_bytes=_memory(config, count),
-        gpu_hours=gpu_hours,
-        hours=gpu_hours / config.launch.num_processes,
+        gpu_hours=flops * tokens / (ASSUMED_MFU * peak) / 3600,
         run_bytes=_run_bytes(config, count.total),
         data_bytes=to_prepare and width * to_prepare,
-        accumulation=config.num_accumulated,
         training_tokens=None if config.data.stream else train.get("tokens"),
-        validation_tokens={name: split["tokens"] for name, split in held_out.items()} if data else None,
-        validation_documents=sum(split["documents"] for split in held_out.values()) if data else None,
+        validation_tokens=data
+        and {name: part.manifest["splits"]["validation"]["tokens"] for name, part in data.parts().items()},
         unigram_entropy=validation.get("unigram_entropy"),
         data_folder=str(data.folder) if data else None,
     )
@@ -197,7 +186,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     config = plan.config
     trainer, launch = config.trainer, config.launch
     peak = f"{launch.peak_tflops:g} TFLOP/s" if launch.peak_tflops else f"an {ASSUMED_GPU}'s peak"
-    wall = f"{plan.hours:,.1f} hours on {launch.num_processes} GPU(s)"
+    wall = f"{plan.gpu_hours / launch.num_processes:,.1f} hours on {launch.num_processes} GPU(s)"
     hours = f"GPU-hours    about {plan.gpu_hours:,.0f} = {wall} at {ASSUMED_MFU:.0%} of {peak}"
     disk = "" if plan.data_bytes is None else f"prepared tokens {plan.data_bytes / 1e9:,.2f} GB, "
     besides = ""
@@ -212,7 +201,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {most}{plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
         + ("" if plan.epochs is None else f" ({plan.epochs:.2f} epochs)"),
-        f"batch        {launch.describe()} x {plan.accumulation} micro-batch(es) x "
+        f"batch        {launch.describe()} x {config.num_accumulated} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
         *([hours] if plan.gpu_hours >= 1 else []),
@@ -226,39 +215,24 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
 
 def _data_lines(plan: RunPlan) -> list[str]:
-    """Describe the splits. Warn of a validation split that is short or lacks components of a mixture."""
-    config = plan.config
-    tokens, seq_len = plan.validation_tokens, config.trainer.seq_len
-    if tokens is None:
-        unprepared = "data         not prepared yet: fla-prepare does it, or the start of the run"
-        return [unprepared, *_subset_lines(plan)]
-    held_out = sum(tokens.values())
-    lines = []
-    if config.task is None:
-        training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
-        lines.append(f"data         {config.data.source}: training {training}, validation {held_out:,}")
-        documents, sequences = plan.validation_documents, held_out // seq_len
-        if sequences and (sequences < ENOUGH_SEQUENCES or documents < ENOUGH_DOCUMENTS):
-            lines.append(
-                f"warning      validation has {documents:,} documents, {sequences:,} sequences of {seq_len:,}"
-                " tokens: its loss is rough (raise data.validation_fraction)"
-            )
-    short = {name: count for name, count in tokens.items() if count < seq_len}
-    lines += [
-        f"warning      no validation{f' of {name}: its' if name else ': the'} split has {count:,} tokens, "
-        f"fewer than one sequence of {seq_len:,} (raise data.validation_fraction)"
-        for name, count in short.items()
-    ]
-    return lines
-
-
-def _subset_lines(plan: RunPlan) -> list[str]:
-    """Warn of a subset of a dataset that has fewer tokens than the run requests."""
-    data = plan.config.data
-    known, wanted = data.subset_tokens.get(str(data.name), math.inf), data.max_tokens or plan.tokens
-    if wanted <= MORE_TOKENS * known:
+    """Describe the splits of a text. Warn of a subset that is too small, and of short validation splits."""
+    data, tokens, seq_len = plan.config.data, plan.validation_tokens, plan.config.trainer.seq_len
+    if plan.config.task is not None:
         return []
-    return [
-        f"warning      data.name={data.name} has about {known / 1e9:.0f}B tokens, and {wanted / 1e9:.0f}B "
-        "are wanted (data.max_tokens, or those of the run): choose a larger data.name"
+    if tokens is None:
+        lines = ["data         not prepared yet: fla-prepare does it, or the start of the run"]
+        known, wanted = data.subset_tokens.get(str(data.name), math.inf), data.max_tokens or plan.tokens
+        if wanted > MORE_TOKENS * known:
+            lines.append(
+                f"warning      data.name={data.name} has about {known / 1e9:.0f}B tokens, and "
+                f"{wanted / 1e9:.0f}B are wanted (data.max_tokens, or those of the run): choose a larger one"
+            )
+        return lines
+    training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
+    lines = [f"data         {data.source}: training {training}, validation {sum(tokens.values()):,}"]
+    return lines + [
+        f"warning      the validation split{name and f' of {name}'} has {count:,} tokens, "
+        f"{count // seq_len:,} sequences: its loss is rough or missing (raise data.validation_fraction)"
+        for name, count in tokens.items()
+        if count < ENOUGH_SEQUENCES * seq_len
     ]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from operator import add
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,14 +28,13 @@ from fla_train.utils.filesystem import reason, write_whole
 from fla_train.utils.records import Record
 from fla_train.utils.timeline import Timeline
 
-# Prefix of the key of a mixture's component, followed by its name.
-COMPONENT_PERPLEXITY = "validation_perplexity/"
-
 
 class Evaluation(Callback):
     """Evaluate every `trainer.eval_every`-th step and the last one; record and log the result.
 
-    There is one subclass for text and one for tasks.
+    Subclasses define `evaluate(step)`, which returns the record of a step with its text for the log, or None
+    without data. For the summary they define `facts(record)`, the results of the last evaluation by name, and
+    `commands()`, the words of commands that continue from here.
     """
 
     def due(self, step: int) -> bool:
@@ -56,26 +54,32 @@ class Evaluation(Callback):
         trainer.logger.record({"step": step, "tokens": trainer.state.tokens, **record})
         trainer.log(f"step {step:,}: {line}")
 
-    def evaluate(self, step: int) -> tuple[Record, str] | None:
-        """Return the record of `step` with its text for the log, or None without evaluation data."""
-        raise NotImplementedError
-
     def _beat(self, step: int, shape: Sequence[int]) -> None:
         self.trainer.watchdog.beat(f"evaluating after step {step}", ("evaluation", tuple(shape)))
 
-    def _paths(self) -> list[str]:
-        """Return the lines of the summary that name checkpoint and model."""
-        folder, step = self.trainer.folder, self.trainer.state.step
+    def summary(self) -> list[str]:
+        folder, state = self.trainer.folder, self.trainer.state
+        loss = last_value(folder.metrics, "loss")
+        facts = {
+            "skipped steps": state.skipped_steps or None,
+            "training loss": None if loss is None else f"{loss:.4f}",
+            **self.facts(newest_validation(folder.metrics)),
+            "metrics": folder.metrics,
+            "plots": folder.loss_plot.parent,
+            "checkpoint": folder.checkpoints / folder_name(state.step),
+            "model": folder.export(state.step),
+        }
         return [
-            f"  checkpoint        {folder.checkpoints / folder_name(step)}",
-            f"  model             {folder.export(step)}",
+            *("", f"Trained {state.step:,} steps, {state.tokens:,} tokens."),
+            *(f"  {name:<17} {value}" for name, value in facts.items() if value is not None),
             "Next:",
+            *(f"  {shlex.join(command)}" for command in self.commands()),
         ]
 
-    def _naming(self, key: str = "mixer") -> str:
-        """Return the option that permits a command to import a custom mixer; empty for other mixers."""
+    def _naming(self, key: str = "mixer") -> list[str]:
+        """Return the option that permits a command to import a custom mixer; none for other mixers."""
         mixer = getattr(self.trainer.model.config, "mixer", None)
-        return "" if mixer is None else f" {key}={mixer}"
+        return [] if mixer is None else [f"{key}={mixer}"]
 
 
 class TextEvaluation(Evaluation):
@@ -120,33 +124,22 @@ class TextEvaluation(Evaluation):
             self._beat(step, batch.input_ids.shape)
             yield batch
 
-    def summary(self) -> list[str]:
-        state, folder = self.trainer.state, self.trainer.folder
+    def facts(self, newest: Record) -> dict[str, str | None]:
+        known = newest.get("validation_loss") is not None
         entropy = self.trainer.data.manifest["splits"]["validation"]["unigram_entropy"]
-        train, newest = last_value(folder.metrics, "loss"), newest_validation(folder.metrics)
-        validation = newest.get("validation_loss")
-        lines = ["", f"Trained {state.step:,} steps, {state.tokens:,} tokens."]
-        if state.skipped_steps:
-            lines.append(f"  skipped steps     {state.skipped_steps}")
-        if train is not None:
-            lines.append(f"  training loss     {train:.4f}")
-        if validation is not None:
-            bits = _bits(newest.get("validation_bits_per_byte"))
-            lines.append(
-                f"  validation loss   {validation:.4f}, perplexity {perplexity(validation):.2f}{bits}"
-            )
-        if entropy is not None:
-            lines.append(f"  unigram entropy   {entropy:.4f} (of the token frequencies of the same split)")
-        checkpoint = _option("checkpoint", folder.export(state.step))
+        return {
+            "validation": _text_line(newest).removeprefix("validation ") if known else None,
+            "unigram entropy": None if entropy is None else f"{entropy:.4f} (of the same split's tokens)",
+        }
+
+    def commands(self) -> list[list[str]]:
+        folder, step = self.trainer.folder, self.trainer.state.step
+        export = f"checkpoint={folder.export(step)}"
+        longer = [f"run.dir={folder.root}", f"trainer.max_steps={2 * step}"]
         return [
-            *lines,
-            f"  metrics           {folder.metrics}",
-            f"  loss curve        {folder.loss_plot}",
-            *self._paths(),
-            f"  fla-generate {checkpoint} prompt='def main('{self._naming()}",
-            f"  fla-eval {checkpoint}{self._naming()}",
-            f"  fla-train {_option('run.dir', folder.root)} trainer.max_steps={2 * state.step}"
-            + self._naming("model.mixer"),
+            ["fla-generate", export, "prompt=def main(", *self._naming()],
+            ["fla-eval", export, *self._naming()],
+            ["fla-train", *longer, *self._naming("model.mixer")],
         ]
 
 
@@ -214,30 +207,20 @@ class TaskEvaluation(Evaluation):
         dist.all_gather_object(everyone, reduce(add, scores))
         return reduce(add, everyone)
 
-    def summary(self) -> list[str]:
-        folder, state, kind = self.trainer.folder, self.trainer.state, self._config.kind
-        newest = newest_validation(folder.metrics)
-        return [
-            *("", f"Trained {state.step:,} steps, {state.sequences:,} sequences."),
-            *(self._test_line(name, newest) for name in self._tests),
-            f"  metrics           {folder.metrics}",
-            f"  accuracy curves   {folder.accuracy_plot}",
-            *self._paths(),
-            f"  fla-eval {_option('checkpoint', folder.root)} suite=expressivity{self._naming()}"
-            + (f" suite.expressivity.task={kind}" if is_own(kind) else ""),
-        ]
+    def facts(self, newest: Record) -> dict[str, str | None]:
+        return {name: self._result(name, newest) for name in self._tests}
 
-    def _test_line(self, name: str, record: Record) -> str:
+    def _result(self, name: str, record: Record) -> str:
         values = {key.partition("/")[2]: v for key, v in record.items() if key.startswith(f"{name}/")}
         shown = [f"{key.replace('_', ' ')} {v:.4f}" for key, v in values.items() if "prefix" not in key]
         accuracy = values.get("token_accuracy", values.get("accuracy", 0.0))
         chance = self._tests[name].against_chance(accuracy, self._config.test_sequences)
-        return f"  {name:<18}{', '.join(shown)} {chance}".rstrip()
+        return f"{', '.join(shown)} {chance}".rstrip()
 
-
-def _option(key: str, path: Path) -> str:
-    """Return the option that sets a key to this path, quoted for a shell."""
-    return shlex.quote(f"{key}={path}")
+    def commands(self) -> list[list[str]]:
+        kind, checkpoint = self._config.kind, f"checkpoint={self.trainer.folder.root}"
+        own = [f"suite.expressivity.task={kind}"] if is_own(kind) else []
+        return [["fla-eval", checkpoint, "suite=expressivity", *self._naming(), *own]]
 
 
 @torch.no_grad()
@@ -308,19 +291,14 @@ def validation_record(components: Mapping[str, tuple[Mapping[str, float], float]
 
 
 def _text_line(record: Record) -> str:
-    components = [
-        f"{key.removeprefix(COMPONENT_PERPLEXITY)} {value:.2f}"
+    perplexities = [
+        f"{key.removeprefix('validation_').replace('/', ' ')} {value:.2f}"
         for key, value in record.items()
-        if key.startswith(COMPONENT_PERPLEXITY)
+        if key.startswith("validation_perplexity") and value is not None
     ]
-    loss, overall = record["validation_loss"], record["validation_perplexity"]
-    each = f" ({', '.join(components)})" if components else ""
-    bits = _bits(record.get("validation_bits_per_byte"))
-    return f"validation loss {loss:.4f}, perplexity {overall:.2f}{each}{bits}"
-
-
-def _bits(bits_per_byte: float | None) -> str:
-    return "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+    bits = record.get("validation_bits_per_byte")
+    each = [] if bits is None else [f"{bits:.4f} bits per byte"]
+    return ", ".join([f"validation loss {record['validation_loss']:.4f}", *perplexities, *each])
 
 
 def perplexity(loss: float) -> float:
