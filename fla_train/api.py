@@ -15,7 +15,7 @@ from fla_train.cli import app
 from fla_train.cli.base import with_base
 from fla_train.cli.eval import register as register_eval
 from fla_train.cli.overrides import as_written
-from fla_train.data.dataset import Dataset
+from fla_train.data.mixture import Dataset
 from fla_train.data.sampler import PackedDataset
 from fla_train.eval.config import SuiteConfig
 from fla_train.run import Run

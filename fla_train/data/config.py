@@ -45,11 +45,10 @@ class SourceConfig:
     max_tokens: int | None = key(None, at_least=1)
 
     def check(self) -> Iterator[str]:
+        on_hub = self.source == "hub"
         if self.source in ("local", "hub") and not self.path:
             yield f"path must be set for source={self.source}"
-        elif (
-            self.source == "hub" and not is_hub_name(self.path) and not Path(self.path).expanduser().is_dir()
-        ):
+        elif on_hub and not is_hub_name(self.path) and not Path(self.path).expanduser().is_dir():
             yield f"path={self.path} is neither a dataset on the Hub (user/name) nor a local folder"
         for name, sources in READERS.items():
             value = getattr(self, name)

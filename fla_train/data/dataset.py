@@ -2,29 +2,12 @@
 
 from bisect import bisect_right
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from fla_train.data.shards import Record, Shard, read_manifest
 from fla_train.utils.permutation import permute
-
-
-class Dataset(Protocol):
-    """A map-style dataset. Sequence i is the same on any rank, in any batch and after any resume."""
-
-    def __len__(self) -> int:
-        """Return the number of sequences per epoch."""
-        ...
-
-    def sequences(self, indices: np.ndarray) -> torch.Tensor:
-        """Return sequences `indices` (int64, >= 0): [n, seq_len] int64."""
-        ...
-
-    def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Return where in (0, seq_len) each sequence's new documents begin: ascending int64."""
-        ...
 
 
 class TokenStream:

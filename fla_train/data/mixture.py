@@ -7,7 +7,7 @@ from math import lcm
 import numpy as np
 import torch
 
-from fla_train.data.dataset import Dataset
+from fla_train.data.dataset import TokenDataset
 
 LONGEST_PERIOD = 100_000
 
@@ -21,7 +21,7 @@ class MixtureDataset:
         shares: turns of each part in a period.
     """
 
-    def __init__(self, parts: list[Dataset], shares: list[int]):
+    def __init__(self, parts: list[TokenDataset], shares: list[int]):
         self.parts = parts
         self._shares = np.asarray(shares, dtype=np.int64)
         self._turns = turns(shares)
@@ -39,11 +39,8 @@ class MixtureDataset:
 
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Sequences `indices` (int64, >= 0). Returns [n, seq_len] int64."""
-        part, within = self.places(indices)
-        rows = [self.parts[number].sequences(within[part == number]) for number in np.unique(part)]
-        # Back from the order of parts to that of `indices`.
-        order = np.argsort(np.argsort(part, kind="stable"))
-        return torch.cat(rows)[torch.from_numpy(order)]
+        rows = zip(*self.places(indices), strict=True)
+        return torch.cat([self.parts[part].sequences(np.array([index])) for part, index in rows])
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
         """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
@@ -55,6 +52,10 @@ class MixtureDataset:
         periods, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._turns))
         part = self._turns[place]
         return part, periods * self._shares[part] + self._rank[place]
+
+
+# Map-style datasets. Sequence i is the same on any rank, in any batch and after any resume.
+Dataset = TokenDataset | MixtureDataset
 
 
 def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from fla_train.data.cache import open_prepared
 from fla_train.data.contiguous import ContiguousDataset
-from fla_train.data.dataset import Dataset, TokenDataset
-from fla_train.data.mixture import MixtureDataset
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.mixture import Dataset, MixtureDataset
 from fla_train.data.stream import StreamDataset
 
 

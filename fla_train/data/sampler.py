@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fla_train.data.dataset import Dataset
+from fla_train.data.mixture import Dataset
 
 READY = 4  # micro-batches to read ahead
 IGNORE = -100  # label of a position without a target, as in torch and transformers

@@ -10,19 +10,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SELECTIVE = "selective"
-_aten = torch.ops.aten
 # Results of these operations are kept in selective mode. Norms, convolutions, SwiGLU, gates and the operator
 # are cheaper to recompute.
-KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten._scaled_mm.default,
-    _aten._flash_attention_forward.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
+_NAMES = (
+    "mm addmm _scaled_mm _flash_attention_forward _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_flash_attention_for_cpu"
+)
+KEPT = [getattr(torch.ops.aten, name).default for name in _NAMES.split()]
 
 
 def checkpoint_activations(

@@ -1,6 +1,7 @@
 """Model classes for transformers: the backbone of residual blocks, the language model and task heads."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -340,11 +341,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
 
         loss = logits = None
         if shift_labels is not None:
-            tokens, targets = hidden.flatten(0, 1), shift_labels.flatten()
-            if is_plain(self.lm_head):
-                total = linear_cross_entropy(tokens, self.lm_head.weight, targets)
-            else:  # offloaded, adapted or hooked weights exist only during a call
-                total = losses_of_logits(self.lm_head(tokens), targets).sum()
+            total = self._losses(linear_cross_entropy, hidden, shift_labels).sum()
             loss = total / target_count(shift_labels, num_items_in_batch)
         if shift_labels is None or not self.training or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
@@ -375,13 +372,18 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         inputs = {"cu_seqlens": cu_seqlens, "context_part": context_part, "return_dict": True}
         outputs = self.model(input_ids, attention_mask, use_cache=False, **inputs)
         labels = next_tokens(input_ids) if shift_labels is None else shift_labels
-        tokens, targets = outputs.last_hidden_state.flatten(0, 1), labels.flatten()
-        if is_plain(self.lm_head):
-            losses = token_losses(tokens, self.lm_head.weight, targets)
-        else:
-            losses = losses_of_logits(self.lm_head(tokens), targets)
-        losses = losses.view(input_ids.shape)
+        losses = self._losses(token_losses, outputs.last_hidden_state, labels).view(input_ids.shape)
         return losses[:, :-1] if shift_labels is None else losses
+
+    def _losses(
+        self, fused: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Return `fused` of hidden states, weight and targets; for a head that is not plain, [B T] losses."""
+        tokens, targets = hidden.flatten(0, 1), targets.flatten()
+        if is_plain(self.lm_head):
+            return fused(tokens, self.lm_head.weight, targets)
+        # Offloaded, adapted or hooked weights exist only during a call.
+        return losses_of_logits(self.lm_head(tokens), targets)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *rest: object

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fla_train.data.cache import PreparedData
 from fla_train.data.contiguous import ContiguousDataset
-from fla_train.data.dataset import Dataset
+from fla_train.data.mixture import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.kernels.context_parallel import ContextGroup, ContextPart
