@@ -40,11 +40,6 @@ class Slice:
     size: int
     after: Any = field(default=None, kw_only=True)
 
-    @property
-    def known_documents(self) -> int:
-        """The number of documents, or 0 before the slice has been read."""
-        return 0
-
     def documents(self) -> Iterator[tuple[int, object]]:
         """Read (number within the slice, value of the text column) of each document."""
         raise NotImplementedError
@@ -91,10 +86,6 @@ class TextSlice(Slice):
 
     values: Sequence[object]
     names: Sequence[str]
-
-    @property
-    def known_documents(self) -> int:
-        return len(self.values)
 
     def documents(self) -> Iterator[tuple[int, object]]:
         return enumerate(self.values)

@@ -28,7 +28,7 @@ import numpy as np
 import tokenizers
 
 from fla_train.data.config import DataConfig
-from fla_train.data.files import Slice
+from fla_train.data.files import Slice, TextSlice
 from fla_train.data.shards import SPLITS, Record, read_record, shard_file, write_shard
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.filesystem import write_whole
@@ -204,7 +204,7 @@ def tokenize_source(
         while True:
             # Begin a slice if a process is free. To begin one may take long, since streams are fetched.
             item, running = None, [future for *_, future in pending if not future.done()]
-            known = sum(piece.known_documents for _, piece, _ in pending if isinstance(piece, Slice))
+            known = sum(len(piece.values) for _, piece, _ in pending if isinstance(piece, TextSlice))
             if (
                 len(running) <= num_workers
                 and len(pending) <= _AHEAD * num_workers

@@ -82,7 +82,9 @@ def export_model(
                 setattr(config, PREFIX, prefix)
             generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
             generation._from_model_config = False  # otherwise `generate` derives it again
-            for name, token in _special_tokens(tokenizer).items():
+            eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+            special = {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+            for name, token in ({"bos_token_id": tokenizer.bos_token_id} | special).items():
                 if getattr(config, name, None) is None:
                     setattr(config, name, token)
                 if getattr(generation, name, None) is None:
@@ -178,12 +180,6 @@ def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.d
     return {name: copied(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    eos = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
-    return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos, "pad_token_id": pad}
-
-
 @torch.no_grad()
 def _load_back(
     model: PreTrainedModel,
@@ -207,7 +203,9 @@ def _load_back(
         loaded, report = load_reported(folder, translation, dtype, mixer=mixer)
     state = loaded.state_dict()
     errors = {key: report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    errors["different_keys"] = [] if any(errors.values()) else _unequal(weights, state)
+    if not any(errors.values()):
+        unequal = (n for n, t in weights.items() if t.dtype != state[n].dtype or not t.equal(state[n]))
+        errors["different_keys"] = list(unequal)
     for error, keys in errors.items():
         if keys:
             raise ValueError(f"the export does not load back: {error} {sorted(map(str, keys))[:5]}")
@@ -226,8 +224,3 @@ def _load_back(
     difference = (actual - expected).abs().max().item()
     if not difference <= 1e-2 * expected.abs().max().item():
         raise ValueError(f"the export loads back but its logits differ by {difference:.3g}")
-
-
-def _unequal(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that differ in dtype or in any value."""
-    return [n for n, t in weights.items() if t.dtype != state[n].dtype or not t.equal(state[n])]

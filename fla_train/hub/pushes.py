@@ -141,16 +141,9 @@ class HubPushes:
         if self._process is not None or not self._waiting:
             return
         config, export = self._config, self._export(self._waiting[0])
-        options = {
-            "checkpoint": export,
-            "dtype": config.dtype,
-            "mixer": self._mixer,
-            "hub.repo_id": config.repo_id,
-            "hub.tag": export.name,
-            "hub.private": config.private,
-            "hub.license": config.license,
-            "hub.language": config.language,
-        }
+        options = {"checkpoint": export, "dtype": config.dtype, "mixer": self._mixer, "hub.tag": export.name}
+        names = ("repo_id", "private", "license", "language")
+        options |= {f"hub.{name}": getattr(config, name) for name in names}
         try:
             self._output.parent.mkdir(exist_ok=True)
             overrides = [assign(name, value) for name, value in options.items() if value is not None]
