@@ -121,8 +121,9 @@ def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) 
 def _fill_machine(config: TrainConfig) -> None:
     """Fill in device, precision, number of processes and batch.
 
-    The default uses all GPUs of each machine, or one process on a CPU. Ranks that another launcher started
-    use its numbers. The batch is the multiple of `batch_unit` nearest to `target_batch_tokens`.
+    The default uses all GPUs of each machine, or one process on a CPU or with a CUDA graph. Ranks that another
+    launcher started use its numbers. The batch is the multiple of `batch_unit` nearest to
+    `target_batch_tokens`.
     """
     launch, trainer = config.launch, config.trainer
     if launch.device == AUTO:
@@ -137,7 +138,8 @@ def _fill_machine(config: TrainConfig) -> None:
             )
         launch.num_processes, launch.num_machines = world, world // local
     elif launch.num_processes == AUTO:
-        gpus = torch.cuda.device_count() if launch.device == "cuda" else 0
+        one = launch.device == "cpu" or trainer.cuda_graph  # a CUDA graph needs a single process
+        gpus = 1 if one else torch.cuda.device_count()
         launch.num_processes = max(1, gpus) * launch.num_machines
     if trainer.precision == AUTO:
         trainer.precision = "bf16" if launch.device == "cuda" else "fp32"
