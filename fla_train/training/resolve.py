@@ -121,8 +121,8 @@ def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) 
 def _fill_machine(config: TrainConfig) -> None:
     """Fill in device, precision, number of processes and batch.
 
-    The default uses all GPUs of each machine, or one process on a CPU or with a CUDA graph. Ranks that another
-    launcher started use its numbers. The batch is the multiple of `batch_unit` nearest to
+    The default uses all GPUs of each machine, or one process on a CPU or with a CUDA graph. Ranks that
+    another launcher started use its numbers. The batch is the multiple of `batch_unit` nearest to
     `target_batch_tokens`.
     """
     launch, trainer = config.launch, config.trainer
