@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
@@ -24,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.cli.overrides import (
     addition_errors,
     as_written,
-    checked_without_schemas,
     one_line,
     options,
     override_errors,
@@ -95,23 +93,6 @@ def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None
             textwrap.fill(f"  {group}={' '.join(options(repo, group))}", 110, subsequent_indent="    ")
         )
     return "\n".join([*lines, "\nConfig\n", OmegaConf.to_yaml(config)])
-
-
-@contextmanager
-def _without_schemas() -> Iterator[None]:
-    """Let Hydra compose without the schemas, which import torch; `register` of a command replaces them.
-
-    Schemas that an earlier command of this process has stored come back afterwards.
-    """
-    store = ConfigStore.instance()
-    names = [f"{name}_schema" for name in ("train", "model", "zoo", "eval", "export", "generate")]
-    earlier = {file: store.repo[file] for file in (f"{name}.yaml" for name in names) if file in store.repo}
-    for name in names:
-        store.store(name=name, node={})
-    try:
-        yield
-    finally:
-        store.repo.update(earlier)
 
 
 @contextmanager
@@ -203,17 +184,12 @@ def run_hydra(
     try:
         if flags.experimental_rerun:
             raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
-        check = check_sweep if flags.multirun else compose
+        register()
         if flags.help:
-            with _without_schemas():
-                print(help_text(config_name, overrides, config_dir))
+            print(help_text(config_name, overrides, config_dir))
             return
         if not (flags.hydra_help or flags.shell_completion):
-            # Misspelt names are answered before the schemas import torch and transformers.
-            if names := checked_without_schemas(repository(config_dir), overrides):
-                with _without_schemas():
-                    check(config_name, names, config_dir=config_dir)
-            register()
+            check = check_sweep if flags.multirun else compose
             overrides = as_written(config_name, overrides, sweep=flags.multirun)
             if extend is not None:
                 overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)

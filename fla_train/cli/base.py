@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from fla_train.cli.app import compose
 from fla_train.cli.overrides import repository
 from fla_train.hub.saved_config import escaped, kept_tokenizer
+from fla_train.training.config import load_config
 from fla_train.utils.import_class import named_classes
 from fla_train.utils.overrides import assign, flat, parse_all
 
@@ -119,8 +120,6 @@ def check_run_or_start(overrides: Sequence[str]) -> None:
 
 def _of_run(file: Path) -> dict[str, Any]:
     """Return the config of a run without its folder, its machines and `trainer.resume=none`."""
-    from fla_train.training.config import load_config
-
     base = asdict(load_config(file))
     del base["run"], base["dry_run"]
     for key in MACHINES:

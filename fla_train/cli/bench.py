@@ -27,6 +27,7 @@ from fla_train.bench.options import COMMANDS
 from fla_train.cli.app import compose, fail, interruptible
 from fla_train.cli.overrides import as_written
 from fla_train.cli.version import add_version
+from fla_train.training.config import register, to_config
 
 MODULES = {"generate": "generation", "train": "training"}  # modules of commands with another name
 
@@ -105,8 +106,6 @@ def run(arguments: Sequence[str]) -> None:
 
 def _compose(overrides: Sequence[str]) -> Any:
     """Compose a training config."""
-    from fla_train.training.config import register, to_config
-
     register()
     return to_config(compose("train", as_written("train", overrides)))
 

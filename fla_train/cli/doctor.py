@@ -34,25 +34,19 @@ def environment_lines() -> list[str]:
     """Return versions, devices, and tools that a training run may need."""
     import torch
 
-    found = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
-    versions = ", ".join(f"{name} {number or 'MISSING'}" for name, number in found["packages"].items())
-    lines = [
-        f"fla_train    {found['fla_train']}, commit {found['commit'] or 'unknown'}",
-        f"Python       {found['python']} on {found['platform']}",
-        f"packages     {versions}",
-        f"CPU          {found['cpu_count']} cores, threads of torch: {torch.get_num_threads()}",
-    ]
-    lines += [f"GPU          {name}" for name in found["devices"]] or [
-        "GPU          none: training runs on the CPU"
-    ]
+    facts = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
+    facts["packages"] = ", ".join(
+        f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
+    )
+    facts["threads"] = torch.get_num_threads()
     if torch.cuda.is_available():
         from triton import knobs
 
         ptxas = knobs.nvidia.ptxas  # from Triton, or from TRITON_PTXAS_PATH
-        lines.append(f"CUDA         {torch.version.cuda}, ptxas {ptxas.version} ({ptxas.path})")
+        facts["CUDA"] = f"{torch.version.cuda}, ptxas {ptxas.version} ({ptxas.path})"
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    lines.append(f"C compiler   {compiler or 'MISSING: Triton needs one to launch kernels'}")
-    return lines
+    facts["C compiler"] = compiler or "MISSING: Triton needs one to launch kernels"
+    return [f"{name:<13}{value}" for name, value in facts.items()]
 
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:

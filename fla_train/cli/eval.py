@@ -2,14 +2,14 @@
 
 fla-eval checkpoint=runs/my-run
 fla-eval checkpoint=runs/my-run suite=tasks suite.tasks=[lambada_openai,piqa]
-fla-eval compare runs/a runs/b evaluations/c [output=DIR]
+fla-eval compare runs/a runs/b evaluations/c [--output DIR]
 torchrun --nproc-per-node 4 -m fla_train.cli.eval checkpoint=runs/my-run suite=paper
 """
 
-import argparse
 import logging
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -64,28 +64,21 @@ def task(config: DictConfig) -> int:
     return 0
 
 
-def compare(arguments: Sequence[str]) -> int:
-    """Write tables and figures of several evaluations, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="fla-eval compare",
-        usage="fla-eval compare PLACE PLACE... [output=DIR]",
-        description="Write tables and figures of evaluations side by side; the first is the reference.",
+def compare(arguments: Sequence[str]) -> None:
+    """Write tables and figures of several evaluations."""
+    parser = ArgumentParser(
+        "fla-eval compare", description="Write tables and figures of several evaluations."
     )
-    about = "folder that fla-eval wrote, or a run folder (its newest evaluation); output=DIR: write there"
+    about = "folder that fla-eval wrote, or a run folder (its newest evaluation); the first is the reference"
     parser.add_argument("places", nargs="+", metavar="PLACE", help=about)
-    places = parser.parse_args(arguments).places
-    outputs = [place.removeprefix("output=") for place in places if place.startswith("output=")]
+    default = Path(f"comparisons/{datetime.now():%Y%m%d-%H%M%S}")
+    about = "folder of the tables and figures (default: comparisons/TIME)"
+    parser.add_argument("--output", type=Path, metavar="DIR", default=default, help=about)
+    request = parser.parse_args(arguments)
     from fla_train.eval.run import write_comparison
 
-    folder = Path(outputs[-1] if outputs else f"comparisons/{datetime.now():%Y%m%d-%H%M%S}").expanduser()
-    try:
-        write_comparison(folder, [place for place in places if not place.startswith("output=")])
-    except (ValueError, OSError) as error:
-        if os.environ.get("FLA_TRAIN_TRACEBACK"):
-            raise
-        return fail_by(error)
-    _show(folder)
-    return 0
+    write_comparison(request.output, request.places)
+    _show(request.output)
 
 
 def _show(folder: Path) -> None:
@@ -96,7 +89,11 @@ def _show(folder: Path) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["compare"]:
-        sys.exit(compare(sys.argv[2:]))
+        try:
+            compare(sys.argv[2:])
+        except (ValueError, OSError) as error:
+            sys.exit(fail_by(error))
+        return
     run_hydra("eval", register, task)
 
 

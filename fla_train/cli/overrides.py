@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.cli.scales import SCALES
 from fla_train.utils.overrides import flat, quote
 
-COMPLETE = ("trainer", "optimizer", "schedule", "launch", "logger", "hub", "run")  # their files have all keys
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL)
 PARTS = ("model/batch", "model/size", "model/variant", "model/zoo")  # other options are composed of these
 
@@ -95,21 +94,7 @@ def _annotation(config_name: str, key: str) -> Any:
             continue
         section = next((part for part in (kind, *get_args(kind)) if is_dataclass(part)), None)
         kind = get_type_hints(section).get(name) if section else None
-        if kind is Any and f"{name}_schema.yaml" in schemas:
-            kind = OmegaConf.get_type(schemas[f"{name}_schema.yaml"].node)
     return kind
-
-
-def checked_without_schemas(repo: ConfigRepository, overrides: Sequence[str]) -> list[str]:
-    """Select the overrides whose names the YAML files decide: options, and keys of complete sections."""
-    selected = []
-    for text in overrides:
-        key, sign, value = text.lstrip("+").partition("=")
-        complete = "." not in key or key.split(".")[0] in COMPLETE
-        as_it_is = isinstance(_parsed(value), str | int | float | dict)  # else it may need quotes, or sweeps
-        if sign and key != "scale" and (repo.group_exists(key) or (complete and as_it_is)):
-            selected.append(text)
-    return selected
 
 
 def override_errors(
@@ -202,8 +187,7 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
         return None
     if key in ("experiment", "debug"):
         return "the first line of its file must be `# @package _global_`"
-    takes_any = parent not in ("", "model") and schema is dict and OmegaConf.get_type(config) is not dict
-    if isinstance(node, DictConfig) and not is_dataclass(schema) and (name in node or takes_any):
+    if isinstance(node, DictConfig) and schema is dict and (name in node or parent not in ("", "model")):
         return None
     if parent and group in config and config[group] is None:
         return f"no {group} is chosen: add {group}=NAME, one of {', '.join(options(repo, group))}"

@@ -14,35 +14,36 @@ from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import INTERRUPTED, fail, run_hydra
 from fla_train.cli.base import with_base
+from fla_train.training import config
 from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
 
+@dataclass
+class PrepareConfig(config.TrainConfig):
+    """Schema of configs/prepare.yaml."""
+
+    verify: bool = False
+
+
 def register() -> None:
-    from fla_train.training import config  # heavy, and not needed for --help
-
-    @dataclass
-    class PrepareConfig(config.TrainConfig):
-        """Schema of configs/prepare.yaml."""
-
-        verify: bool = False
-
     config.register(PrepareConfig)
 
 
-def task(config: DictConfig) -> int:
+def task(node: DictConfig) -> int:
     try:
         with leaving_at_once():
             from fla_train.data.config import with_absolute_paths
             from fla_train.data.prepare import check_first_document, prepare
 
-            if config.run.dir and not (Path(config.run.dir).expanduser() / "config.yaml").is_file():
-                raise ValueError(f"run.dir={config.run.dir} holds no run whose data could be prepared")
-            if config.task is not None:
+            run = node.run.dir
+            if run and not (Path(run).expanduser() / "config.yaml").is_file():
+                raise ValueError(f"run.dir={run} holds no run whose data could be prepared")
+            if node.task is not None:
                 raise ValueError("a synthetic task draws its sequences while it trains: nothing is prepared")
-            data = with_absolute_paths(OmegaConf.to_object(config.data))
+            data = with_absolute_paths(OmegaConf.to_object(node.data))
             check_first_document(data)
             prepared = prepare(data)
-            if config.verify:
+            if node.verify:
                 prepared.verify()
     except Preempted as stop:
         print(stop)
@@ -52,7 +53,7 @@ def task(config: DictConfig) -> int:
         sys.exit(INTERRUPTED)
     for line in prepared.describe():
         print(f"data: {line}")
-    checked = "every prepared shard is as written, " if config.verify else ""
+    checked = "every prepared shard is as written, " if node.verify else ""
     print(f"data: {checked}ready in {prepared.folder}")
     return 0
 

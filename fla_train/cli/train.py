@@ -6,11 +6,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
@@ -20,60 +18,42 @@ from omegaconf import DictConfig
 
 from fla_train.cli.app import INTERRUPTED, fail, flag_parser, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
+from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.utils.import_ahead import importing_workers
 from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
 from fla_train.utils.timeline import BEGAN, process_start
 
-if TYPE_CHECKING:  # it imports torch, and is not needed for --help
-    from fla_train.training.config import TrainConfig
-
 LONGEST_NAME = 80  # characters of a job's overrides in the name of its folder
 LONGEST_TAG = 64  # characters, W&B's limit
 
 
-@dataclass(frozen=True)
-class SweepJob:
-    """One job of a sweep (`-m`).
-
-    Attributes:
-        number: from 0, in Hydra's order.
-        count: number of jobs of the sweep.
-        swept: the overrides that differ between jobs, with this job's values.
-    """
-
-    number: int
-    count: int
-    swept: tuple[str, ...]
-
-
-def sweep_job() -> SweepJob | None:
-    """Return the job that a command runs now; None outside sweeps."""
-    config = HydraConfig.get()
-    if config.mode != RunMode.MULTIRUN:
-        return None
+def sweep_jobs() -> list[list[str]]:
+    """Return each job's overrides of a sweep, in Hydra's order, without those that all jobs share."""
     overrides = OverridesParser.create().parse_overrides(flag_parser().parse_intermixed_args().overrides)
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
-    swept = tuple(text.lstrip("+") for text in compress(jobs[config.job.num], differ))
-    return SweepJob(config.job.num, len(jobs), swept)
+    return [[text.lstrip("+") for text in compress(job, differ)] for job in jobs]
 
 
 def train(node: DictConfig) -> int:
     """Train one composed config. In a sweep (`-m`) each job has a separate run folder."""
     from fla_train import api
-    from fla_train.training.config import to_config
     from fla_train.training.launch import TrainingFailed
     from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
-    config, job = to_config(node, HydraConfig.get().overrides.task), sweep_job()
-    if job is not None:
-        if config.run.job is not None and not 0 <= config.run.job < job.count:
-            sys.exit(fail(f"this sweep has no job {config.run.job}: its jobs are 0 to {job.count - 1}"))
-        if config.run.job not in (None, job.number):
+    hydra = HydraConfig.get()
+    config, last = to_config(node, hydra.overrides.task), False
+    if hydra.mode == RunMode.MULTIRUN:
+        jobs, number = sweep_jobs(), hydra.job.num
+        if config.run.job is not None and not 0 <= config.run.job < len(jobs):
+            sys.exit(fail(f"this sweep has no job {config.run.job}: its jobs are 0 to {len(jobs) - 1}"))
+        if config.run.job not in (None, number):
             return 0
-        place_job(config, job)
+        print(f"job {number + 1}/{len(jobs)}: {', '.join(jobs[number]) or 'nothing is swept'}", flush=True)
+        place_job(config, number, jobs[number])
+        last = number + 1 == len(jobs)
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
     try:
@@ -87,13 +67,13 @@ def train(node: DictConfig) -> int:
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir resumes from the last checkpoint")
         leave(INTERRUPTED)
-    if job is not None and job.number + 1 == job.count and config.run.dir and not config.dry_run:
+    if last and config.run.dir and not config.dry_run:
         print(f"Compare the jobs: fla-runs {shlex.quote(str(Path(config.run.dir).parent))}")
     return 0
 
 
-def place_job(config: "TrainConfig", job: SweepJob) -> None:
-    """Give a sweep's job its run folder, its W&B group and tags, and its name on the Hub.
+def place_job(config: TrainConfig, number: int, swept: Sequence[str]) -> None:
+    """Give job `number` (from 0) of a sweep its run folder, its W&B group and tags, and its name on the Hub.
 
     The folder is `run.dir/3-optimizer.lr=3e-3`, or `run.dir/3` if nothing is swept.
 
@@ -102,20 +82,16 @@ def place_job(config: "TrainConfig", job: SweepJob) -> None:
     """
     if config.run.job is not None and config.run.dir is None:
         raise ValueError("give run.dir: a job that is queued again resumes from there")
-    print(f"job {job.number + 1}/{job.count}: {', '.join(job.swept) or 'nothing is swept'}", flush=True)
     if not config.run.dir:
         return
     sweep = Path(config.run.dir).expanduser()
-    folder = sweep / str(job.number)
-    if job.swept:
-        text = re.sub(r"[^\w.=+-]+", "_", "_".join(job.swept))  # no comma: Hydra would read two values
-        folder = sweep / f"{job.number}-{text[:LONGEST_NAME]}"
-    config.run.dir = str(folder)
+    text = re.sub(r"[^\w.=+-]+", "_", "_".join(swept))  # no comma: Hydra would read two values
+    config.run.dir = str(sweep / "-".join(filter(None, (str(number), text[:LONGEST_NAME]))))
     if config.hub.repo_id is not None:
-        config.hub.repo_id += f"-{job.number}"
+        config.hub.repo_id += f"-{number}"
     wandb = config.logger.wandb
     wandb.group = wandb.group or sweep.name
-    wandb.tags = wandb.tags or [text[:LONGEST_TAG] for text in job.swept]
+    wandb.tags = wandb.tags or [text[:LONGEST_TAG] for text in swept]
 
 
 def extend(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
@@ -126,12 +102,6 @@ def extend(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | N
     if sweep and not any(text.startswith(("run.dir=", "run.job=")) for text in overrides):
         overrides = [*overrides, f"run.dir=runs/sweep-{datetime.now():%Y%m%d-%H%M%S}"]
     return overrides
-
-
-def register() -> None:
-    from fla_train.training.config import register  # heavy, and not needed for --help
-
-    register()
 
 
 def main() -> None:

@@ -10,6 +10,6 @@
 Importing the package imports only configs, because transformers' modeling code takes seconds to import.
 """
 
-from fla_train.models.configuration import DeltaProductConfig, build_config, model_schema
+from fla_train.models.configuration import DeltaProductConfig, build_config
 
-__all__ = ["DeltaProductConfig", "build_config", "model_schema"]
+__all__ = ["DeltaProductConfig", "build_config"]

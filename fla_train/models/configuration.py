@@ -1,7 +1,7 @@
-"""Configuration of all DeltaProduct models, and its Hydra schema.
+"""Configuration of all DeltaProduct models.
 
-The annotated fields of `DeltaProductConfig` are the only list of settings: transformers makes the constructor
-from them, `model_schema` the typed Hydra node, and `build_config` checks a composed node against them.
+The annotated fields of `DeltaProductConfig` define the settings: transformers makes the constructor from
+them, and `build_config` checks a composed `model` node against them. configs/model/common.yaml explains each.
 """
 
 import dataclasses
@@ -241,19 +241,6 @@ def config_fields() -> dict[str, dataclasses.Field]:
     """Return the fields of this class by name, without those that all configs of transformers have."""
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     return {f.name: f for f in dataclasses.fields(DeltaProductConfig) if f.name not in inherited}
-
-
-def model_schema() -> type:
-    """Return a dataclass with the fields of `DeltaProductConfig` for Hydra's `model` node.
-
-    Its `vocab_size` may be null, because a run uses that of its tokenizer.
-    """
-    fields = {name: (f.type, f.default) for name, f in config_fields().items()}
-    fields |= {"mixer_options": (Any, None), "vocab_size": (int | None, None)}
-    return dataclasses.make_dataclass(
-        "ModelSchema",
-        [(name, cls, dataclasses.field(default=default)) for name, (cls, default) in fields.items()],
-    )
 
 
 def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:

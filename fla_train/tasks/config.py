@@ -1,4 +1,4 @@
-"""Typed config of a task, with its checks, and its tasks. configs/task/*.yaml explain every key.
+"""Make the tasks of a `TaskConfig`, and check it.
 
 The options of a task come untyped from YAML. They are checked against the signature of the task's class, so
 that a wrong one is named before it fails somewhere in numpy.
@@ -6,9 +6,9 @@ that a wrong one is named before it fails somewhere in numpy.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import NoneType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fla_train.tasks.code_trace import CodeTrace
 from fla_train.tasks.formal import FormalLanguage
@@ -21,8 +21,10 @@ from fla_train.tasks.score import Score
 from fla_train.tasks.task import Tally, Task
 from fla_train.utils.errors import described
 from fla_train.utils.import_class import import_class
-from fla_train.utils.keys import key
 from fla_train.utils.safe_files import fits
+
+if TYPE_CHECKING:  # its `check` imports this module
+    from fla_train.tasks.settings import TaskConfig
 
 TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
 
@@ -39,54 +41,6 @@ KINDS: dict[str, type[Task]] = {
     "memorization": Memorization,
     "regbench": RegBench,
 }
-
-
-@dataclass
-class TaskConfig:
-    """A synthetic task to train on instead of text, and its test sets.
-
-    `options` are arguments of the task's class for all sets. `train`, and the entries of `tests` by name, add
-    to them or replace them. `curriculum`, [[tokens, steps], ...], has the first stages of training: sequences
-    of at most `tokens` for `steps` steps. A third entry {option: value} sets further options of a stage.
-    `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
-    """
-
-    kind: str = key(resume="fixed")
-    options: dict[str, Any] = key(factory=dict, resume="fixed")
-    train: dict[str, Any] = key(factory=dict, resume="fixed")
-    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    train_sequences: int | None = key(None, at_least=1, resume="fixed")
-    test_sequences: int = key(512, at_least=1)
-    batch_size: int = key(at_least=1, resume="fixed")
-    test_batch_size: int = key(128, at_least=1)
-    curriculum: list[Any] = key(factory=list, resume="fixed")
-    stop_at: list[Any] = field(default_factory=list)
-
-    def check(self) -> Iterator[str]:
-        if not self.tests:
-            yield "tests is empty: name at least one test set"
-        try:
-            task_class(self.kind)
-        except ValueError as error:
-            yield f"kind: {error}"
-            return
-        sets = {"train": self.train} | {f"tests.{name}": options for name, options in self.tests.items()}
-        failed: dict[str, list[str]] = {}  # Test sets repeat the training set's errors: name each once.
-        sizes = {}
-        for name, options in sets.items():
-            try:
-                task = make_task(self.kind, {**self.options, **options})
-                if is_own(self.kind):
-                    check_contract(self.kind, task)
-                sizes[name] = task.vocab_size
-            except ValueError as error:
-                failed.setdefault(str(error), []).append(name)
-        yield from (f"{', '.join(names)}: {error}" for error, names in failed.items())
-        if len(set(sizes.values())) > 1:
-            yield f"tests: all sets must have one vocabulary, these have {sizes}"
-        if not failed:
-            yield from _curriculum_errors(self)
-            yield from _target_errors(self)
 
 
 def is_own(kind: str) -> bool:
@@ -129,6 +83,34 @@ def make_task(
         raise ValueError(f"{kind}: its constructor raised {described(error)}") from error
 
 
+def task_errors(config: "TaskConfig") -> Iterator[str]:
+    """Yield the errors of a task's config, whose keys are within their limits."""
+    if not config.tests:
+        yield "tests is empty: name at least one test set"
+    try:
+        task_class(config.kind)
+    except ValueError as error:
+        yield f"kind: {error}"
+        return
+    sets = {"train": config.train} | {f"tests.{name}": options for name, options in config.tests.items()}
+    failed: dict[str, list[str]] = {}  # Test sets repeat the training set's errors: name each once.
+    sizes = {}
+    for name, options in sets.items():
+        try:
+            task = make_task(config.kind, {**config.options, **options})
+            if is_own(config.kind):
+                check_contract(config.kind, task)
+            sizes[name] = task.vocab_size
+        except ValueError as error:
+            failed.setdefault(str(error), []).append(name)
+    yield from (f"{', '.join(names)}: {error}" for error, names in failed.items())
+    if len(set(sizes.values())) > 1:
+        yield f"tests: all sets must have one vocabulary, these have {sizes}"
+    if not failed:
+        yield from _curriculum_errors(config)
+        yield from _target_errors(config)
+
+
 def _options(kind: str) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(task_class(kind)).parameters
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -153,25 +135,25 @@ def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
     return errors
 
 
-def training_task(config: TaskConfig, seed: int) -> Task:
+def training_task(config: "TaskConfig", seed: int) -> Task:
     """Make the training set: endless, or of `train_sequences`."""
     return make_task(
         config.kind, {**config.options, **config.train}, seed=seed, num_sequences=config.train_sequences
     )
 
 
-def curriculum_tasks(config: TaskConfig, seed: int) -> list[tuple[Task, int]]:
+def curriculum_tasks(config: "TaskConfig", seed: int) -> list[tuple[Task, int]]:
     """Make the training sets of the curriculum, each with its number of steps."""
     return [(_stage_task(config, seed, stage), stage[1]) for stage in config.curriculum]
 
 
-def _stage_task(config: TaskConfig, seed: int, stage: list[Any]) -> Task:
+def _stage_task(config: "TaskConfig", seed: int, stage: list[Any]) -> Task:
     length, _, *more = stage
     options = {task_class(config.kind).length_option: length, **(more[0] if more else {})}
     return training_task(replace(config, train={**config.train, **options}), seed)
 
 
-def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
+def tasks_for_testing(config: "TaskConfig") -> dict[str, Task]:
     """Make the test sets, by name."""
     return {
         name: make_task(config.kind, {**config.options, **options}, seed=TEST_SEED)
@@ -179,7 +161,7 @@ def tasks_for_testing(config: TaskConfig) -> dict[str, Task]:
     }
 
 
-def _curriculum_errors(config: TaskConfig) -> Iterator[str]:
+def _curriculum_errors(config: "TaskConfig") -> Iterator[str]:
     if config.curriculum and task_class(config.kind).length_option is None:
         yield f"curriculum needs sequences of several lengths: {config.kind} has one length"
         return
@@ -199,7 +181,7 @@ def _curriculum_errors(config: TaskConfig) -> Iterator[str]:
             yield f"curriculum: {stage} has another vocabulary than the training set"
 
 
-def _target_errors(config: TaskConfig) -> Iterator[str]:
+def _target_errors(config: "TaskConfig") -> Iterator[str]:
     if not config.stop_at:
         return
     known = []

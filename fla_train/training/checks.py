@@ -1,4 +1,4 @@
-"""Check a whole config after `resolve` has filled in its sizes.
+"""Check the model of a config, and a whole config after `resolve` has filled in its sizes.
 
 Checks of single keys and sections are in `config.py`. `CONFLICTS` lists pairs of options that exclude each
 other. A check that needs more than a pair is a function in this module.
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fla_train.models.activation_checkpointing import SELECTIVE
-from fla_train.models.build import is_zoo
+from fla_train.models.build import build_model_config, build_on_meta, is_zoo
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.initial_states import InitialStates
@@ -64,6 +65,27 @@ CONFLICTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def find_model_errors(config: TrainConfig) -> Iterator[str]:
+    """Yield the error of a model that can't be built, or that can't keep the documents of a row apart."""
+    try:
+        settings = build_model_config(config.model)
+        if isinstance(settings, DeltaProductConfig) and settings.mixer is not None:
+            from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
+
+            check_mixer(settings)
+        documents = config.task is None and config.data.document_boundaries
+        if documents and config.model.get("source", "fla") != "fla":  # fla's layers accept document bounds
+            from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
+
+            if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
+                yield (
+                    f"data.document_boundaries=true is not supported with {config.model['model_type']}: its "
+                    "layers carry a state across the documents of a packed row: set it to false"
+                )
+    except ValueError as error:
+        yield str(error)
+
+
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
     """Yield an error for each pair of options in `CONFLICTS` that a resolved config combines."""
     for option, others in CONFLICTS.items():
@@ -73,8 +95,11 @@ def find_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def find_misfits(config: TrainConfig) -> list[str]:
-    """List the settings of a resolved config that conflict with each other or with this machine."""
-    return [
+    """List the settings of a resolved config that conflict with each other or with this machine.
+
+    Settings that need the number of steps, and those of features, are checked once `max_steps` is known.
+    """
+    errors = [
         *_optimizer_errors(config),
         *_launch_errors(config),
         *_device_errors(config),
@@ -82,6 +107,11 @@ def find_misfits(config: TrainConfig) -> list[str]:
         *_context_errors(config),
         *(_batch_errors(config) if config.task is None else _task_batch_errors(config)),
     ]
+    if config.trainer.max_steps is not None:
+        errors += _schedule_errors(config)
+        for feature in planned_features(config):
+            errors += [f"{feature.name}: {line}" for line in feature.check(config)]
+    return errors
 
 
 def planned_features(config: TrainConfig) -> list[Callback]:
@@ -90,30 +120,20 @@ def planned_features(config: TrainConfig) -> list[Callback]:
     return states + make_callbacks(config.trainer.callbacks)
 
 
-def find_feature_errors(config: TrainConfig) -> list[str]:
-    """List the errors that features and callbacks find in a resolved config."""
-    features = planned_features(config)
-    return [f"{feature.name}: {line}" for feature in features for line in feature.check(config)]
-
-
-def find_schedule_misfits(config: TrainConfig) -> list[str]:
-    """List the settings that do not fit the number of steps, one line each."""
-    trainer, schedule, errors = config.trainer, config.schedule, []
+def _schedule_errors(config: TrainConfig) -> Iterator[str]:
+    trainer, schedule = config.trainer, config.schedule
     if outside := [step for step in trainer.profile_steps if not 1 <= step <= trainer.max_steps]:
-        errors.append(f"trainer.profile_steps={outside} must lie in 1..{trainer.max_steps}")
+        yield f"trainer.profile_steps={outside} must lie in 1..{trainer.max_steps}"
     if ":" in schedule.name:  # a custom schedule reads only its options
-        return errors
+        return
     after_warmup = trainer.max_steps - schedule.warmup(trainer.max_steps)
     if after_warmup < 0:
-        errors.append(
+        yield (
             f"schedule.warmup_steps={schedule.warmup_steps} is longer than the run: use at most "
             f"trainer.max_steps={trainer.max_steps}"
         )
     elif (schedule.decay_steps or 0) > after_warmup:
-        errors.append(
-            f"schedule.decay_steps={schedule.decay_steps} must lie in 0..{after_warmup}, the rest of the run"
-        )
-    return errors
+        yield f"schedule.decay_steps={schedule.decay_steps} must lie in 0..{after_warmup}, the steps left"
 
 
 def _optimizer_errors(config: TrainConfig) -> Iterator[str]:

@@ -3,12 +3,12 @@
 The comments in the YAML files state units and defaults. To add a key, add one field in this module, whose
 `key(...)` names its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or
 a wrong type fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
+Importing this module imports neither torch nor transformers, because `--help` needs it.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,17 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.data.config import DataConfig
 from fla_train.hub.pushes import HubConfig
 from fla_train.hub.saved_config import escaped, read_saved
-from fla_train.models.activation_checkpointing import SELECTIVE
-from fla_train.models.build import NODE_KEYS, build_model_config, build_on_meta, is_zoo
-from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, model_schema
-from fla_train.tasks import TaskConfig
+from fla_train.tasks.settings import TaskConfig
 from fla_train.training.callback import make_callbacks
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key
 
 # Fraction of the run for warm-up, and its maximum in steps.
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512
-# Keys of `model` that a recipe for our family may set although a model of another library ignores them.
-ZOO_KEYS = tuple(f"model.{name}" for name in (*NODE_KEYS, "hidden_size", "num_hidden_layers", "head_dim"))
+# Node of a model of another library, and the keys that a recipe for our family may set although that ignores
+# them.
+ZOO_NODE = {"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None}
+ZOO_KEYS = tuple(f"model.{name}" for name in (*ZOO_NODE, "hidden_size", "num_hidden_layers", "head_dim"))
 # Overrides of keys that the task decides.
 OF_THE_TASK = ("trainer.seq_len=", "trainer.global_batch_tokens=", "model.vocab_size=")
 # Keys of `trainer` for the length of a run. Exactly one of them is set.
@@ -113,7 +112,7 @@ class TrainerConfig:
     global_batch_tokens: int | str = key(at_least=1, resume="fixed")
     micro_batch_size: int = key(at_least=1)
     precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
-    activation_checkpointing: bool | str = key(choices=(True, False, SELECTIVE))
+    activation_checkpointing: bool | str = key(choices=(True, False, "selective"))
     log_every: int = key(at_least=1)
     eval_every: int = key(at_least=0)
     eval_tokens: int = key(at_least=1)
@@ -160,11 +159,6 @@ class TrainerConfig:
         noise = self.state_noise
         if noise != "fitted" and (isinstance(noise, str) or noise <= 0):
             yield f"state_noise={noise} must be fitted, or a standard deviation above 0"
-        if self.suite_every:
-            folder = files("fla_train.configs") / "suite"
-            suites = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
-            if self.suite not in suites:
-                yield f"suite={self.suite} must be one of {', '.join(suites)}"
 
 
 @dataclass
@@ -219,7 +213,7 @@ class RunConfig:
 class TrainConfig:
     """Hold the root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
-    model: Any = key(resume="fixed", rules=dict.fromkeys(MACHINE_KEYS, "free"))
+    model: Any = key(resume="fixed", rules={"backend": "free", "recompute_operator": "free"})
     data: DataConfig = key(factory=DataConfig, resume="data")
     task: TaskConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -252,46 +246,12 @@ class TrainConfig:
         return "contiguous" if self.task is None and self.data.contiguous else self.trainer.initial_state
 
     def check(self) -> Iterator[str]:
-        yield from _model_errors(self)
-        yield from _package_errors(self)
+        if self.logger.tensorboard and find_spec("tensorboard") is None:
+            yield "logger.tensorboard=true needs a package: pip install tensorboard"
         if self.run.dir == "":  # an unset variable as in `run.dir=$RUN`: such a run could not resume
             yield "run.dir is empty: give a folder, or null for a new one in runs/"
         if self.launch.num_machines > 1 and self.run.dir is None and not self.dry_run:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
-
-
-def _model_errors(config: TrainConfig) -> Iterator[str]:
-    try:
-        settings = build_model_config(config.model)
-        if isinstance(settings, DeltaProductConfig) and settings.mixer is not None:
-            from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
-
-            check_mixer(settings)
-        documents = config.task is None and config.data.document_boundaries
-        if documents and config.model.get("source", "fla") != "fla":  # fla's layers accept document bounds
-            from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
-
-            if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
-                yield (
-                    f"data.document_boundaries=true is not supported with {config.model['model_type']}: its "
-                    "layers carry a state across the documents of a packed row: set it to false"
-                )
-    except ValueError as error:
-        yield str(error)
-
-
-def _package_errors(config: TrainConfig) -> Iterator[str]:
-    """Yield an error for each missing package that training imports only after the data are prepared."""
-    needed = dict.fromkeys(("accelerate", "deepspeed", "matplotlib"), ("training", ""))
-    if (mode := config.logger.wandb.mode) != "disabled":
-        needed["wandb"] = (f"logger.wandb.mode={mode}", ", or train without it: logger=none")
-    if config.logger.tensorboard:
-        needed["tensorboard"] = ("logger.tensorboard=true", ", or leave that at false")
-    for name, (user, otherwise) in needed.items():
-        spec = find_spec(name)
-        # A spec without an origin is a bare folder, such as W&B's ./wandb.
-        if spec is None or spec.origin is None:
-            yield f"{user} needs a package: pip install {name}{otherwise}"
 
 
 def register(root: type[TrainConfig] = TrainConfig) -> None:
@@ -304,8 +264,7 @@ def register(root: type[TrainConfig] = TrainConfig) -> None:
     store = ConfigStore.instance()
     request = make_dataclass("Request", [("scales", Any, None)], bases=(root,))
     store.store(name="train_schema", node=request)
-    store.store(name="model_schema", node=model_schema())
-    zoo = OmegaConf.create({"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None})
+    zoo = OmegaConf.create(ZOO_NODE)
     # Allow `model.config.FIELD=...` for fields that the YAML does not name.
     OmegaConf.set_struct(zoo.config, False)
     store.store(name="zoo_schema", node=zoo)
@@ -340,13 +299,13 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
             "task.train give batch, vocabulary and length"
         )
     # A recipe for our family has set fields that other models do not have.
-    if is_zoo(node.get("model", {})):
+    if "source" in node.get("model", {}):
         if ignored := [key for key in keys if key.startswith("model.") and not key.startswith(ZOO_KEYS)]:
             raise ValueError(
                 f"a {node['model']['model_type']} model does not have {', '.join(ignored)}: write "
                 "model.config.FIELD=... for the fields of its class"
             )
-        node["model"] = {key: node["model"][key] for key in NODE_KEYS}
+        node["model"] = {key: node["model"][key] for key in ZOO_NODE}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 
 

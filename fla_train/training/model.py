@@ -41,12 +41,8 @@ FREE_FIELDS = (
     "use_cache",
     "residual_in_fp32",
 )
-BATCH_KEYS = {  # keys of `trainer` that `init_from` sets
-    "seq_len": (int,),
-    "micro_batch_size": (int,),
-    "target_batch_tokens": (int,),
-    "activation_checkpointing": (bool, str),
-}
+# Keys of `trainer` that `init_from` sets.
+BATCH_KEYS = ("seq_len", "micro_batch_size", "target_batch_tokens", "activation_checkpointing")
 PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # sections that do not change the weights
 
 
@@ -120,7 +116,7 @@ def batch_sizes(source: str) -> dict[str, Any]:
         trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
     except (KeyError, TypeError):  # an export of another program
         return {}
-    return {key: trainer[key] for key, kinds in BATCH_KEYS.items() if type(trainer.get(key)) in kinds}
+    return {key: trainer[key] for key in BATCH_KEYS if key in trainer}
 
 
 def check_initial_weights(config: TrainConfig) -> None:

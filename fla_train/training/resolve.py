@@ -2,7 +2,8 @@
 
 1. Make the paths of the request absolute, and check every key and section.
 2. Fill in the sizes that the task, the saved run and this machine decide.
-3. Check the filled-in config: batch, device, options that exclude each other.
+3. Check the filled-in config: batch, device, options that exclude each other; with `trainer.epochs` again
+   after 6.
 4. Check the run folder, the Hub and the weights of `init_from` before hours of tokenizing.
 5. Set the vocabulary from the tokenizer, and prepare the data.
 6. Fill in the number of steps and the warm-up; compute FLOPs, memory and time.
@@ -23,14 +24,14 @@ from fla_train.hub.push import check_access
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.tasks import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
-from fla_train.training.checks import find_feature_errors, find_misfits, find_schedule_misfits
+from fla_train.training.checks import find_misfits, find_model_errors
 from fla_train.training.config import TrainConfig
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
 from fla_train.training.resume import check_same_run
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.keys import AUTO, require_valid
+from fla_train.utils.keys import AUTO, find_errors
 from fla_train.utils.ranks import is_first, is_rank
 
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at other sizes
@@ -50,7 +51,7 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     """
     request = deepcopy(request)
     _make_paths_absolute(request)
-    require_valid(request)
+    _require_none([*find_errors(request), *find_model_errors(request)])
     config = deepcopy(request)
     folder = None if config.run.dir is None or data == "none" else RunFolder(Path(config.run.dir))
     # Without a run folder there is at most the checkpoint that `trainer.resume` names.
@@ -71,6 +72,7 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     prepared = _prepare(config, saved, data)
     if config.trainer.epochs is not None:
         _fill_steps(config, prepared)
+        _require_none(find_misfits(config))
     return make_plan(request, config, prepared)
 
 
@@ -228,6 +230,4 @@ def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
                 f"the run has {tokens:,} tokens, less than one step of {trainer.global_batch_tokens:,}: "
                 "raise trainer.max_tokens or trainer.epochs"
             )
-    _require_none(find_schedule_misfits(config))
     config.schedule.warmup_steps = config.schedule.warmup(trainer.max_steps)
-    _require_none(find_feature_errors(config))

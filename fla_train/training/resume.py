@@ -4,7 +4,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def check_same_run(
     """
     before, now = state.config, recorded(config)
     changed = {
-        key: f"{key}={_shown(now, key)} (was {_shown(before, key)})"
+        key: f"{key}={plain(now.get(key, 'unset'))} (was {plain(before.get(key, 'unset'))})"
         for key in sorted(before | now)
         if now.get(key) != before.get(key)
     }
@@ -127,11 +127,6 @@ def check_same_run(
             "(with init_from=RUN to begin with the weights)"
         )
     return [text for key, text in changed.items() if rules[key] == "logged"]
-
-
-def _shown(config: Mapping[str, Any], key: str) -> str:
-    """Return a recorded value as text. A key of an untyped section may be missing."""
-    return plain(config[key]) if key in config else "unset"
 
 
 def check_config_consistency(

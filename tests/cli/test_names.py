@@ -95,7 +95,7 @@ def test_options_of_the_users_folder(run_command, tmp_path: Path) -> None:
 
 LIKE_NUMBERS = ("12e4567", "1.10", "1_000", "007", "1e3", "true", "a,b", "[D]/a", "{D}/a", "(1)", "${seed}")
 READ = {"null": None, "": "", "'${seed}'": "0", "'a,b'": "a,b"}  # as Hydra reads it
-KEYS = ("data.revision", "hub.license", "run.dir", "model.mixer", "init_from")
+KEYS = ("data.revision", "hub.license", "run.dir", "init_from")
 
 
 @pytest.mark.parametrize(("given", "value"), [*zip(LIKE_NUMBERS, LIKE_NUMBERS, strict=True), *READ.items()])

@@ -1,16 +1,17 @@
-"""The config's checks, its Hydra schema, the YAML files, and counts of parameters, FLOPs and bytes."""
+"""The config's checks, the YAML files, and counts of parameters, FLOPs and bytes."""
 
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from small_models import every_variant, small_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from fla_train.cli.app import compose
-from fla_train.models import DeltaProductConfig, build_config, model_schema
+from fla_train.models import DeltaProductConfig, build_config
+from fla_train.models.configuration import config_fields
 from fla_train.models.flops import attention_flops, count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.training.config import register
 
 
 def test_all_errors_are_reported_together():
@@ -49,17 +50,14 @@ def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
     assert not {"layer_types", "num_attention_heads", "rope_theta"} & set(linear.to_diff_dict())
 
 
-def compose_model(*overrides: str) -> DictConfig:
-    """The `model` node as a command composes it: the schema under the YAML files under the overrides."""
-    store = ConfigStore.instance()
-    store.store(name="model_schema", node=model_schema(), package="model")
-    defaults = ["model_schema", "cli", {"model": "gated_delta_product/tiny"}, "_self_"]
-    store.store(name="model_test", node={"defaults": defaults})
-    return compose("model_test", overrides).model
+def test_the_yaml_files_have_every_field():
+    register()
+    assert set(compose("train").model) == set(config_fields())
 
 
 def config_of(*overrides: str) -> DeltaProductConfig:
-    return build_config(OmegaConf.to_container(compose_model(*overrides), resolve=True))
+    register()
+    return build_config(OmegaConf.to_container(compose("train", overrides).model))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from warm_ranks import WarmRanks
 
 import fla_train
 from fla_train.cli import runs as command
-from fla_train.cli.train import SweepJob, place_job
+from fla_train.cli.train import place_job
 from fla_train.run import Run, differences, find_runs
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.run_folder import RunFolder, RunLock
@@ -161,14 +161,14 @@ def test_fla_runs_prints_a_table_and_draws(
 
 
 def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> None:
-    job = SweepJob(3, 6, ("optimizer.lr=3e-3", "data.path=/some/corpus, other"))
+    swept = ["optimizer.lr=3e-3", "data.path=/some/corpus, other"]
     config = make_config(f"run.dir={tmp_path / 'sweep'}")
     config.hub.repo_id = "user/model"
-    place_job(config, job)
-    assert config.hub.repo_id == f"user/model-{job.number}"
+    place_job(config, 3, swept)
+    assert config.hub.repo_id == "user/model-3"
     assert config.run.dir == f"{tmp_path}/sweep/3-optimizer.lr=3e-3_data.path=_some_corpus_other"
-    assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == list(job.swept)
+    assert config.logger.wandb.group == "sweep" and config.logger.wandb.tags == swept
     config = make_config(f"run.dir={tmp_path / 'sweep'}", "logger.wandb.group=mine", "logger.wandb.tags=[a]")
-    place_job(config, SweepJob(4, 6, ("x" * 500,)))
+    place_job(config, 4, ["x" * 500])
     assert len(Path(config.run.dir).name) < 100
     assert (config.logger.wandb.group, config.logger.wandb.tags) == ("mine", ["a"])

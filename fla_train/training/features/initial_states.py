@@ -53,15 +53,10 @@ class InitialStates(Callback):
 
         mixer = linear_mixer(settings)
         packed = config.task is None and config.data.document_boundaries
-        if not takes_cache(mixer):
+        if not takes_cache(mixer) or (packed and not issubclass(mixer, DeltaProductMixer)):
             yield (
-                f"{setting} is not supported with the mixer {settings.mixer}, which keeps no states: "
-                "leave it at its default, or give its forward the parameter cache (docs/mixers.md)"
-            )
-        elif packed and not issubclass(mixer, DeltaProductMixer):
-            yield (
-                f"{setting} and data.document_boundaries are not supported together with the mixer "
-                f"{settings.mixer}: set one of them to its default"
+                f"{setting} is not supported with the mixer {settings.mixer}, unless its forward has the "
+                "parameter cache (docs/mixers.md) and data.document_boundaries=false: leave it at its default"
             )
 
     def memory(self, config: TrainConfig) -> int:

@@ -1,0 +1,34 @@
+"""Typed config of a task. configs/task/*.yaml explain every key."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fla_train.utils.keys import key
+
+
+@dataclass
+class TaskConfig:
+    """A synthetic task to train on instead of text, and its test sets.
+
+    `options` are arguments of the task's class for all sets. `train`, and the entries of `tests` by name, add
+    to them or replace them. `curriculum`, [[tokens, steps], ...], has the first stages of training: sequences
+    of at most `tokens` for `steps` steps. A third entry {option: value} sets further options of a stage.
+    `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
+    """
+
+    kind: str = key(resume="fixed")
+    options: dict[str, Any] = key(factory=dict, resume="fixed")
+    train: dict[str, Any] = key(factory=dict, resume="fixed")
+    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train_sequences: int | None = key(None, at_least=1, resume="fixed")
+    test_sequences: int = key(512, at_least=1)
+    batch_size: int = key(at_least=1, resume="fixed")
+    test_batch_size: int = key(128, at_least=1)
+    curriculum: list[Any] = key(factory=list, resume="fixed")
+    stop_at: list[Any] = field(default_factory=list)
+
+    def check(self) -> Iterator[str]:
+        from fla_train.tasks.config import task_errors  # imports torch, which --help does not need
+
+        return task_errors(self)
