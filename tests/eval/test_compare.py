@@ -103,9 +103,9 @@ def test_the_command_compares_folders_and_runs(tmp_path: Path, capsys: pytest.Ca
         str(tmp_path / "a"),
         str(tmp_path / "run"),
         str(tmp_path / "run"),
-        f"output={tmp_path / 'out'}",
+        f"--output={tmp_path / 'out'}",
     ]
-    assert compare(arguments) == 0
+    compare(arguments)
     printed = capsys.readouterr().out
     assert f"second ({tmp_path / 'run'})" in printed and "▲" in printed and "table.csv" in printed
     assert len(pd.read_csv(tmp_path / "out/table.csv")) == 3 * 7
@@ -113,4 +113,5 @@ def test_the_command_compares_folders_and_runs(tmp_path: Path, capsys: pytest.Ca
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert names == {"perplexity.png", "loss_difference.png", "needle.png", "tasks.png"}
     for places, message in (([str(tmp_path / "a")], "at least two"), (["a", "b"], "holds no results")):
-        assert compare([*places, f"output={tmp_path / 'other'}"]) == 2 and message in capsys.readouterr().err
+        with pytest.raises(ValueError, match=message):
+            compare([*places, f"--output={tmp_path / 'other'}"])
