@@ -27,6 +27,7 @@ from fla_train.cli.overrides import (
     options,
     override_errors,
     repository,
+    sample_jobs,
 )
 from fla_train.cli.scales import store_sections
 from fla_train.cli.version import add_version
@@ -76,9 +77,14 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
     Raises:
         ValueError: names every value that does not fit, as `compose` does.
     """
+    repo = repository(config_dir)
     with _hydra(config_name, config_dir) as compose_with:
         store_sections(overrides, lambda chosen: compose_with(chosen, scaled=False))
-        if errors := override_errors(repository(config_dir), overrides, compose_with, sweep=True):
+        # To explain errors takes a composed config for each override, to see that there are none far fewer.
+        with suppress(Exception):
+            if not any(addition_errors(repo, compose_with(job), job) for job in sample_jobs(overrides)):
+                return
+        if errors := override_errors(repo, overrides, compose_with, sweep=True):
             raise ValueError("\n  ".join(errors))
 
 

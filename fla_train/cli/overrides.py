@@ -133,6 +133,13 @@ def override_errors(
     return [reason for override in dict.fromkeys(overrides) for reason in errors[override]]
 
 
+def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """Return as few jobs of a sweep as contain every value: `seed=1,2 optimizer.lr=1,2` gives two of its four."""
+    values = [_single_values(override) for override in overrides]
+    count = max(map(len, values), default=1)
+    return [[each[min(job, len(each) - 1)] for each in values] for job in range(count)]
+
+
 def _single_values(override: str) -> list[str]:
     """Return an override for each value: `seed=1,2` gives seed=1 and seed=2."""
     try:

@@ -30,7 +30,7 @@ def test_tables_are_printed_and_written(arguments, rows, tmp_path, capsys, monke
     assert content["environment"] and content["settings"]["command"] == arguments[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_steps_are_timed_in_their_processes(tmp_path) -> None:
     arguments = [*SMALL, "trainer.global_batch_tokens=32", "launch.device=cpu"]
     run(["train", "--steps", "1", *arguments, "--json", str(tmp_path / "x.json")])

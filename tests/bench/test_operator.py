@@ -19,9 +19,7 @@ from fla_train.bench.roofline import (
     forward_bytes,
     forward_flops,
     kept_bytes,
-    known_ceilings,
 )
-from fla_train.bench.training import by_kind
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.selfcheck import Case, make_inputs, relative_rms
 
@@ -109,19 +107,10 @@ def test_the_longer_of_two_times_bounds() -> None:
     assert bounds(shape, Ceilings(790e12, 3.0e12))[1] * 1e9 == pytest.approx(2.31, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("name", "bandwidth"),
-    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA GH200 480GB", None)],
-)
-def test_ceilings_are_known_by_the_device(name, bandwidth, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-    ceilings = known_ceilings(torch.device("cuda"), torch.bfloat16)
-    assert (ceilings and ceilings.bandwidth) == bandwidth
-    assert known_ceilings(torch.device("cuda"), torch.float32) is None
-
-
 @pytest.mark.parametrize("change", ["gradient of q", "last head", "late tokens", "nan", "fails"])
-def test_a_wrong_kernel_gets_no_time(change: str) -> None:
+def test_a_wrong_kernel_gets_no_time(change: str, monkeypatch) -> None:
+    monkeypatch.setattr("fla_train.bench.measure.CPU_SECONDS", 1e-3)
+
     def run(p):
         q, beta = p.q, p.beta
         if change == "fails":
@@ -148,22 +137,3 @@ def test_a_wrong_kernel_gets_no_time(change: str) -> None:
     said = "RuntimeError: no such instruction" if change == "fails" else "wrong: "
     assert wrong["note"].startswith(said) and "both_ms" not in wrong
     assert right["both_ms"] > 0 and max(right["errors"].values()) < 1e-5
-
-
-def test_kernels_of_a_trace_are_summed_by_kind() -> None:
-    kernels = {
-        "delta_product_chunk_fwd_kernel": "operator",
-        "nvjet_tst_128x256": "matmuls",
-        "rms_norm_forward_kernel": "elementwise",
-        "linear_cross_entropy_consume_kernel": "loss",
-        "multi_tensor_apply_kernel<AdamFunctor>": "optimizer",
-        "multi_tensor_apply_kernel<CopyFunctor>": "copies",
-        "ncclDevKernel_ReduceScatter": "communication",
-        "unheard_of": "other",
-    }
-    events = [{"cat": "kernel", "name": name, "dur": 1000} for name in kernels]
-    events += [
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "dur": 500},
-        {"cat": "cpu_op", "name": "x", "dur": 1},
-    ]
-    assert by_kind(events) == dict.fromkeys(kernels.values(), 1.0) | {"copies": 1.5}

@@ -48,7 +48,7 @@ def run_tune() -> tuple[dict, dict]:
     return row, best.chunk_prepare_wy
 
 
-@pytest.mark.parametrize("where", ["timed sizes", "segments"])
+@pytest.mark.parametrize("where", [pytest.param("timed sizes", marks=pytest.mark.long), "segments"])
 def test_the_fastest_that_is_right_everywhere_wins(where, small, monkeypatch) -> None:
     right = kernels.delta_product
 

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import time
-import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,9 +26,6 @@ from fla_train.data import tokenize
 from fla_train.data.cache import open_prepared
 from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
-from fla_train.data.files import TextSlice
-from fla_train.data.shards import write_shard
-from fla_train.data.tokenizers import load_tokenizer
 from fla_train.utils import filesystem
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.keys import find_errors
@@ -124,16 +120,6 @@ def test_reuse_and_rebuild(local, corpus, documents):
     assert quiet(local).folder != first.folder
 
 
-def test_another_tokenizer_of_the_same_name(tmp_path, local):
-    folder = tmp_path / "tokenizer"
-    quiet(replace(local, cache_dir=str(tmp_path / "other"))).tokenizer().save_pretrained(folder)
-    named = replace(local, tokenizer=TokenizerConfig(name=str(folder)))
-    first = quiet(named)
-    content = (folder / "tokenizer.json").read_text().replace('"<pad>"', '"<pad2>"')
-    (folder / "tokenizer.json").write_text(content)
-    assert quiet(named).folder != first.folder
-
-
 def test_uint32_for_large_vocabularies(tmp_path, local):
     vocab = {f"w{i}": i for i in range(70_000)} | {"<eos>": 70_000}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab))
@@ -167,14 +153,14 @@ def test_a_tokenizer_without_a_tokenizer_json(tmp_path, local, documents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [{}, {"max_documents": 77}, {"max_tokens": 9000}])
-def test_processes_give_the_same_bytes(tmp_path, local, monkeypatch, limits):
+@pytest.mark.parametrize(
+    ("limits", "num_workers"), [({}, None), ({"max_documents": 77}, 1), ({"max_tokens": 9000}, 1)]
+)
+def test_processes_give_the_same_bytes(tmp_path, local, monkeypatch, limits, num_workers):
     monkeypatch.setattr(tokenize, "available_cores", lambda: 2)
     local = replace(local, **limits)
-    alone = contents(quiet(local).folder)
-    for num_workers in (1, None):
-        config = replace(local, num_workers=num_workers, cache_dir=str(tmp_path / str(num_workers)))
-        assert contents(quiet(config).folder) == alone
+    config = replace(local, num_workers=num_workers, cache_dir=str(tmp_path / "processes"))
+    assert contents(quiet(config).folder) == contents(quiet(local).folder)
 
 
 @contextmanager
@@ -198,26 +184,6 @@ def test_text_behind_a_limit_may_be_invalid(tmp_path, local, monkeypatch, limit,
     assert "b.jsonl, line 3: 'text' is int" in refusal(quiet, few)
 
 
-def test_few_documents_behind_a_limit_are_fetched(tmp_path, monkeypatch):
-    """No slice of a stream is fetched beyond the documents, and few while the first one is tokenized."""
-    config, fetched = DataConfig(), []
-
-    def slices(done):
-        for number in range(1000):
-            fetched.append(number)
-            time.sleep(0.02)
-            yield TextSlice(config, number, 0, ["text"] * 10, ["a name"] * 10)
-
-    monkeypatch.setattr(tokenize, "_writers", writing_threads)
-    tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
-    encoder = tokenize.make_encoder(tokenizer, tmp_path, replace(config, validation_fraction=0.0), "uint16")
-    for name, limit, most in ("max_documents", 15, 2), ("max_tokens", 60, 12):
-        fetched.clear()
-        (tmp_path / name).mkdir()
-        records = list(tokenize.tokenize_source(encoder, slices, tmp_path / name, 8, **{name: limit}))
-        assert len(records) == 2 and len(fetched) <= most
-
-
 def _prepare_until_killed(config, after):
     """In a process of its own: dies by SIGKILL at the disk operation of that number."""
     left = [after]
@@ -237,7 +203,9 @@ def _prepare_until_killed(config, after):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["local", "hub", "bpe"])
+@pytest.mark.parametrize(
+    "kind", ["local", *(pytest.param(x, marks=pytest.mark.long) for x in ("hub", "bpe"))]
+)
 def test_killed_at_any_disk_operation(tmp_path, local, kind):
     config = replace(local, source="hub" if kind == "hub" else "local", max_tokens=18_000)
     if kind == "bpe":
@@ -257,7 +225,7 @@ def test_killed_at_any_disk_operation(tmp_path, local, kind):
     assert {name: found[name] for name in undisturbed} == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_random_moments_with_processes(tmp_path, local):
     draw = random.Random(1)
     rows = [{"text": " ".join(draw.choices(WORDS, k=4000))} for _ in range(400)]
@@ -384,19 +352,6 @@ def test_text_that_changes_and_is_put_back(local, corpus, documents, monkeypatch
     assert contents(quiet(local).folder) == once
 
 
-def test_a_shard_is_written_without_a_copy_in_memory(tmp_path):
-    documents = {"train": [np.arange(10_000, dtype=np.uint16)] * 500, "validation": []}
-    tracemalloc.start()
-    file = tmp_path / "shard-00000.bin"
-    record = write_shard(file, documents)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert record["bytes"] > 10**7 and peak < 10**6
-    assert filesystem.describe(tmp_path / "shard-00000.bin") == {
-        key: record[key] for key in ("bytes", "sha256")
-    }
-
-
 def test_disk_full(local, documents, monkeypatch):
     replaced, room = os.replace, [9]
 
@@ -433,17 +388,6 @@ def test_concurrent_preparations_find_the_folder_whole(local, monkeypatch, kind)
     assert len({prepared.folder for prepared in found}) == 1
     found[0].verify()
     assert not list(found[0].folder.parent.glob(".*/")) and not list(found[0].folder.glob("*.tmp"))
-
-
-def test_a_folder_in_use_is_not_replaced_from_another_path(tmp_path, local, corpus):
-    """Concurrent preparations of one text at two paths write one folder, once."""
-    other = replace(local, path=str(shutil.copytree(corpus, tmp_path / "copy")))
-    with ThreadPoolExecutor(2) as machines:
-        lines = []
-        found = list(machines.map(partial(quiet, log=lines.append), [local, other]))
-    assert found[0].folder == found[1].folder
-    assert sum("preparing" in line for line in lines) == 1
-    assert not list(Path(local.cache_dir).glob(".building-*/"))
 
 
 @pytest.mark.parametrize(

@@ -56,15 +56,6 @@ def perplexity_suite(**settings: object) -> SuiteConfig:
     )
 
 
-def test_validation_documents_are_the_held_out_texts(run: Path, tokenizer) -> None:
-    prepared = run_data(run)
-    held_out = [tokenizer.decode(document) for document in validation_documents(prepared)]
-    assert (
-        set(held_out) < set(TEXTS) and len(held_out) == prepared.manifest["splits"]["validation"]["documents"]
-    )
-    assert 10 < len(held_out) < 50
-
-
 def test_report_of_a_sweep(run: Path) -> None:
     folder, result = evaluate(EvalConfig(checkpoint=str(run), suite=perplexity_suite()), progress=False)
     assert folder.parent == run / "eval" and folder.name.startswith("perplexity-")
@@ -219,20 +210,3 @@ def test_tasks_and_a_task_that_fails(run: Path, write_task, quiz, tmp_path: Path
     (folder / "found.jsonl").rename(folder / "lost.jsonl")
     _, result = evaluate(config, progress=False)
     assert value(result, "lost", "acc") == 1.0 and not result.errors
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (EvalConfig("absent", suite=perplexity_suite()), "absent does not exist"),
-        (EvalConfig("RUN", suite=SuiteConfig(name="tasks")), "suite.tasks is empty"),
-        (EvalConfig("RUN", suite=perplexity_suite(bucket=0)), "suite.perplexity.bucket"),
-        (EvalConfig("RUN", mirror="absent", suite=perplexity_suite()), "mirror=absent is not a folder"),
-        (EvalConfig("RUN", f"{__file__}/out", suite=perplexity_suite()), "test_evaluate.py is not a folder"),
-    ],
-)
-def test_requests_that_cannot_work(run: Path, config: EvalConfig, message: str) -> None:
-    if config.checkpoint:
-        config.checkpoint = config.checkpoint.replace("RUN", str(run))
-    with pytest.raises(ValueError, match=message):
-        evaluate(config, progress=False)

@@ -49,16 +49,20 @@ def operator_inputs(
     return inputs, differentiable(inputs)
 
 
+GATED, PACKED = {"alpha": (0.5, 1.0), "initial_state": True}, {"documents": (0, 0, 3, 9)}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [{"alpha": (0.5, 1.0), "initial_state": True}, {"documents": (0, 0, 3, 9)}],
-    ids=["gated", "packed"],
+    ("backend", "case"),
+    [("chunk", PACKED), ("triton by chunks", GATED), ("triton step by step", PACKED)],
+    indirect=["backend"],
 )
 def test_the_operator(backend, case):
     inputs, leaves = operator_inputs(9, **case)
     assert_same(lambda: delta_product(**inputs, output_final_state=True, backend=backend), leaves)
 
 
+@pytest.mark.parametrize("backend", ["triton by chunks"], indirect=True)
 def test_the_number_of_tokens_may_vary_in_one_graph(backend):
     graphs = []
 

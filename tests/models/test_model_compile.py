@@ -25,8 +25,7 @@ def loss_and_gradients(model: torch.nn.Module, run: object, autocast: bool, **in
     ("variant", "triton", "packed", "autocast", "checkpointing"),
     [
         ("gated_delta_product", True, True, False, False),
-        ("gated_delta_product", False, False, True, False),
-        ("hybrid", False, True, False, True),
+        ("hybrid", False, True, True, True),
     ],
 )
 def test_one_graph_with_the_gradients_of_plain_pytorch(

@@ -20,7 +20,6 @@ from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.optimizer import check_elementwise, make_schedule, parameter_groups
 from fla_train.training.resolve import resolve
-from fla_train.training.trainer import build_features
 from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]
@@ -46,25 +45,6 @@ class Recorder(Callback):
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
-def test_the_order_of_features(make_config: Make, examples: None):
-    config = make_config(
-        *("launch.device=cuda", "trainer.cuda_graph=true", "trainer.initial_state=passing"),
-        *("trainer.suite_every=2", "hub.repo_id=user/model", "trainer.callbacks=[callbacks:SmoothLoss]"),
-    )
-    trainer = SimpleNamespace(
-        config=config,
-        bad_steps=BadSteps(torch.device("cpu"), max_grad_norm=1.0),
-        batches=BatchSampler(8, 2),
-        engine=SimpleNamespace(device=torch.device("cpu")),
-        model=None,
-        rank=0,
-    )
-    assert [type(feature).__name__ for feature in build_features(trainer)] == [
-        *("BadSteps", "InitialStates", "CudaGraph", "SmoothLoss", "Statistics", "Profile"),
-        *("TextEvaluation", "Exports", "Suites", "Pushes"),
-    ]
 
 
 def test_the_order_of_hooks(make_config: Make, train, tmp_path: Path):  # noqa: F811

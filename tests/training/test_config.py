@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -18,7 +17,7 @@ from fla_train.training.config import TrainConfig, to_config
 from fla_train.training.launch import launch
 from fla_train.training.plan import read_plan
 from fla_train.training.resolve import resolve
-from fla_train.training.resume import check_same_run, recorded
+from fla_train.training.resume import recorded
 from fla_train.utils.keys import find_errors, resume_rule
 
 Make = Callable[..., TrainConfig]
@@ -198,15 +197,6 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(
         resolve(make_config(*open_, "trainer.seq_len=64", "run.dir='~/run'"), data="find")
     elsewhere = resolve(make_config(*open_, "run.dir='~/new'"), data="find").config
     assert elsewhere.model["vocab_size"] == 320
-
-
-def test_a_removed_option_is_logged_as_unset(make_config: Make, tmp_path: Path):
-    config = make_config()
-    config.optimizer.options = {"betas": [0.8, 0.9]}
-    state = TrainState(config=recorded(config), data=tmp_path.name)
-    config.optimizer.options = None
-    changes = check_same_run(config, SimpleNamespace(folder=tmp_path), tmp_path, state)
-    assert changes == ["optimizer.options.betas=unset (was [0.8, 0.9])"]
 
 
 def test_paths_become_absolute_so_that_a_run_is_resumed_from_any_folder(

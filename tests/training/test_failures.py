@@ -1,8 +1,5 @@
 """Failures are described in one line, and are final if a restart would fail again."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -86,32 +83,3 @@ def test_exhausted_host_memory_is_final(allocate: Callable[[], object], make_con
 def test_a_killed_rank_may_have_exhausted_memory():
     assert "SIGKILL" in describe_exit(-9) and "out of memory" in describe_exit(-9)
     assert "memory" not in describe_exit(-15) and "3" in describe_exit(3)
-
-
-WITHOUT_LOG = """
-import sys
-from types import SimpleNamespace
-from fla_train.training import worker
-assert "torch" not in sys.modules  # failures can be described where torch can't be imported
-config = SimpleNamespace(run=SimpleNamespace(dir=sys.argv[1]))
-worker.run(SimpleNamespace(config=config), None, None)
-"""
-
-
-@pytest.mark.parametrize(
-    ("command", "status", "message"),
-    [(["-c", WITHOUT_LOG], 1, "train.log"), (["-m", "fla_train.training.worker"], 2, "plan.json")],
-    ids=["log", "plan"],
-)
-def test_a_rank_without_its_files_leaves_one_line(
-    tmp_path, command: list[str], status: int, message: str
-) -> None:
-    """The log can't be written, which may change, or the plan is missing for good."""
-    (tmp_path / "train.log").mkdir()
-    error, last = tmp_path / "error.json", "" if status == 1 else "plan.json"
-    environment = os.environ | {"RANK": "0", "FLA_TRAIN_LAUNCHER": str(os.getpid()), "FLA_TRAIN_BEGAN": "0"}
-    environment |= {"TORCHELASTIC_ERROR_FILE": str(error)}
-    command = [sys.executable, *command, str(tmp_path / last)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
-    assert message in error.read_text()

@@ -65,7 +65,7 @@ def summed_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1].double(), ids[1:], reduction="sum")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["recomputed", "two ranks"])
 def test_passing_hands_each_row_the_final_state_of_another(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, layout: str
 ):
@@ -94,7 +94,7 @@ def test_passing_hands_each_row_the_final_state_of_another(
 
 
 @pytest.mark.parametrize(
-    ("mode", "layout"), [("contiguous", "one rank"), *(("documents", layout) for layout in LAYOUTS)]
+    ("mode", "layout"), [("contiguous", "one rank"), ("documents", "selective"), ("documents", "two ranks")]
 )
 def test_contiguous_rows_are_long_sequences(
     make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str, layout: str

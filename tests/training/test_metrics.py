@@ -13,9 +13,8 @@ from test_checkpoint_manager import file_size_limit
 
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.log import MetricsFile, RunLogger, Tensorboard, open_sinks
+from fla_train.training.log import MetricsFile, RunLogger, open_sinks
 from fla_train.training.run_folder import RunFolder
-from fla_train.training.trainer import readable_late
 from fla_train.utils.records import read_metrics
 
 
@@ -119,18 +118,6 @@ def test_nothing_that_a_view_raises_ends_a_run(
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_tensorboard_shows_the_records(tmp_path: Path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = Tensorboard(tmp_path, resumed_step=0)
-    for step in (1, 2):
-        board.write({"step": step, "loss": 1.0 / step, "grad_norm": None})
-    board.close()
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
-    assert "grad_norm" not in events.Tags()["scalars"]
-
-
 def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_views_go_on(
     make_config: Callable[..., TrainConfig],
     tmp_path: Path,
@@ -155,21 +142,6 @@ def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_view
     assert [line.split(" (")[0] for line in told] == [
         f"step {step}: metrics.jsonl can't be written" for step in (2, 5)
     ]
-
-
-@pytest.mark.parametrize(
-    ("unread", "log_every", "read"),
-    [
-        ([1], 1, 0),  # the first step's outcome waits until the second has been launched
-        ([1, 2], 1, 1),
-        ([8, 9, 10], 10, 0),
-        ([8, 9, 10, 11], 10, 3),
-        ([11, 12], 10, 0),
-        ([9, 10, 11], 2000, 2),  # a request to stop does not wait for the next logged step
-    ],
-)
-def test_outcomes_that_are_only_logged_are_read_a_step_late(unread, log_every, read):
-    assert readable_late(unread, [log_every, 10]) == read
 
 
 def test_a_terminal_that_has_gone_costs_lines_only(

@@ -204,10 +204,10 @@ def test_an_error_that_is_final_ends_all_machines(overrides: list[str], tmp_path
 
 
 def test_an_array_task_trains_its_job_of_the_sweep(
-    overrides: list[str], run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
+    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ):
     """scripts/train.slurm adds `run.job`; dry_run prints what the job would train."""
-    words = ["fla-train", "-m", *overrides, "seed=3,4", "dry_run=true"]
+    words = ["fla-train", "-m", "debug=smoke", "launch.device=cpu", "seed=3,4", "dry_run=true"]
     words += [f"run.dir={tmp_path / 'sweep'}", f"hydra.sweep.dir={tmp_path / 'hydra'}"]
     code, out, err = run_command(*words, "run.job=1")
     assert code == 0, err
@@ -228,8 +228,8 @@ def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
         assert resolve(make_config(f"launch.{option}", *more)).config.launch.num_processes == processes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.long)])
+@pytest.mark.long  # test_start.py runs a rank of another launcher up to its first step
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_another_launcher_starts_the_ranks(
     overrides: list[str], whole: Path, tmp_path: Path, launcher: list[str]
 ):

@@ -22,12 +22,10 @@ from fla_train.hub.export import copy_export
 from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.training.launch import launch
-from fla_train.training.resolve import resolve
 from fla_train.utils.records import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 LINEAR = "linear_attention:LinearAttention"
-LONGHORN = "longhorn:Longhorn"
 
 
 @pytest.fixture
@@ -134,24 +132,7 @@ def test_a_folder_does_not_choose_the_code_of_a_run(elsewhere: Path, tmp_path: P
         assert composed == (value if "[" not in value else ["callbacks:ZLoss"])
 
 
-@pytest.mark.parametrize(
-    ("mixer", "reason"),
-    [
-        ("nowhere:Mixer", "No module named 'nowhere'"),
-        (LONGHORN, "'width'"),
-        ("longhorn", "package.module:Class"),
-    ],
-)
-@pytest.mark.usefixtures("elsewhere")
-def test_a_wrong_mixer_is_refused_before_data_are_prepared(
-    make_config: Callable[..., TrainConfig], mixer: str, reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason) as caught:
-        resolve(make_config(f"model.mixer={mixer}", "model.mixer_options={width: 3}"))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_find_a_class_in_the_working_directory(
     overrides: list[str], elsewhere: Path, tmp_path: Path
 ) -> None:

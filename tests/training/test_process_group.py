@@ -39,11 +39,6 @@ def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(tmp
         assert {*addresses} <= {"127.0.0.1", "::1"}
 
 
-def test_an_unknown_address_is_an_error_of_the_config():
-    with pytest.raises(ValueError, match=r"launch\.main_process_ip=nowhere\.invalid is unknown on "):
-        interface_towards("nowhere.invalid")
-
-
 def test_a_loopback_address_is_rejected_unless_the_interface_is_named(monkeypatch: pytest.MonkeyPatch):
     """/etc/hosts of some systems maps the machine's name to 127.0.1.1."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

@@ -92,7 +92,12 @@ class WarmRanks:
 
 
 def _start() -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+    # The forks of one server share its imports. Coverage watches processes that begin anew.
+    context = multiprocessing.get_context("spawn" if WATCHED else "forkserver")
+    if not WATCHED:
+        context.set_forkserver_preload(
+            ["deepspeed", "fla_train.models.modeling", "fla_train.training.trainer"]
+        )
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     with pytest.MonkeyPatch.context() as patch:  # before anything is imported there

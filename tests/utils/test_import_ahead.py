@@ -76,6 +76,7 @@ def test_as_many_workers_wait_as_the_run_will_use_while_cores_last(
 ):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
         (tmp_path / name).touch()
+    monkeypatch.setattr("fla_train.utils.import_ahead.COMMAND", [sys.executable, "-S", "-c", "input()"])
     monkeypatch.setattr("fla_train.utils.import_ahead.DEVICES", tmp_path)
     monkeypatch.setattr("fla_train.utils.import_ahead.available_cores", lambda: cores)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
