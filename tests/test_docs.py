@@ -1,13 +1,10 @@
 """Links and files that the README and the docs name exist, and the generated pages are complete."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from test_layout import ROOT, tracked
-
-import fla_train
 
 PAGES = [path for path in tracked() if path.suffix == ".md" and path.parts[:2] != ("docs", "reports")]
 
@@ -46,16 +43,3 @@ def test_the_table_of_files_is_true() -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     nav = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(nav) == sorted(str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs")
-
-
-def test_generated_pages() -> None:
-    """They hold the config files, the table of frameworks and the public API."""
-    spec = spec_from_file_location("docs_reference", ROOT / "scripts" / "docs_reference.py")
-    reference = module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    page = reference.on_page_markdown((ROOT / "docs" / "configuration.md").read_text())
-    assert "keep_checkpoints: 2" in page and 'note "experiment=state_tracking/s3"' in page
-    page = reference.on_page_markdown((ROOT / "docs" / "index.md").read_text())
-    assert "| DeltaNet [[1]](comparison.md#notes) | yes |" in page and "<!--" not in page
-    page = (ROOT / "docs" / "python.md").read_text()
-    assert all(f"\n::: {module}.{name}\n" in page for name, module in fla_train.API.items())

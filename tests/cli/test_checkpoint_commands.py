@@ -135,9 +135,3 @@ def test_an_interrupt_is_a_line(words: list[str], function: str, line: str, run_
     monkeypatch.setattr(function, interrupt)
     code, _, err = run_command(*words)
     assert code == 130 and err.startswith(f"error: {line}")
-
-
-def test_every_suite_composes() -> None:
-    eval.register()
-    for suite in ("perplexity", "tasks", "demo", "zero_shot", "recall", "paper"):
-        assert OmegaConf.to_object(app.compose("eval", [f"suite={suite}"])).suite.name == suite

@@ -5,12 +5,6 @@ import signal
 from functools import partial
 
 import pytest
-from omegaconf import OmegaConf
-
-from fla_train.cli import prepare as command
-from fla_train.cli.app import compose
-from fla_train.data.config import PartConfig
-from fla_train.utils.keys import find_errors
 
 
 @pytest.fixture
@@ -44,24 +38,6 @@ def test_a_mixture_on_the_command_line(run, local):
     two = "two: {weight: 0.25, source: stdlib, max_documents: 5}"
     code, out, err = run(*overrides, f"+data.mixture={{{one}, {two}}}")
     assert code == 0 and "one: 3 of 4 sequences; train: " in out, err
-
-
-NEEDED = {
-    "stdlib": [],
-    "fineweb": [],
-    "local": ["data.path=x"],
-    "hub": ["data.path=x/y"],
-    "mixture": ["+data.mixture={a: {weight: 0.7, path: x/}, b: {weight: 1, source: stdlib}}"],
-}
-
-
-@pytest.mark.parametrize("name", NEEDED)
-def test_every_yaml_fits_the_schema(name):
-    command.register()
-    config = OmegaConf.to_object(compose("prepare", [f"data={name}", *NEEDED[name]])).data
-    assert find_errors(config, "data.") == []
-    if name == "mixture":
-        assert config.mixture["b"] == PartConfig(weight=1.0, source="stdlib")
 
 
 @pytest.mark.parametrize(

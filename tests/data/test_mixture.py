@@ -10,7 +10,6 @@ from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
-from fla_train.utils.keys import find_errors
 from tests.data.conftest import quiet, write_jsonl
 
 
@@ -96,9 +95,3 @@ def test_manifest_parts_and_validation(mixture):
     assert other.folder != prepared.folder
     assert [p.folder for p in other.parts().values()] == [p.folder for p in prepared.parts().values()]
     assert quiet(mixture).folder == prepared.folder
-
-
-def test_weights_must_be_positive(mixture):
-    mixture.mixture["web"], mixture.mixture["code"] = PartConfig(weight=-1.0), PartConfig(weight=float("inf"))
-    errors = " ".join(find_errors(mixture, "data."))
-    assert "data.mixture.web.weight" in errors and "data.mixture.code.weight" in errors

@@ -267,7 +267,7 @@ def _children():
 @pytest.mark.slow
 def test_a_process_that_dies(local, monkeypatch):
     monkeypatch.setattr(tokenize, "_begin_process", math.sqrt)  # fails with its two arguments
-    with pytest.raises(Interrupted, match=r"process ended.*data\.num_workers.*same command"):
+    with pytest.raises(Interrupted, match=r"data\.num_workers"):
         quiet(replace(local, num_workers=1))
     monkeypatch.undo()
     quiet(local).verify()

@@ -129,14 +129,6 @@ def test_validation_is_held_out_of_the_stream(streamed, documents):
     assert prepared.describe()[0].startswith("stream of local")
 
 
-def test_an_equal_manifest_is_not_written_again(streamed):
-    """Its cache may belong to somebody who lets others only read."""
-    first = quiet(streamed)
-    before = (first.folder / "manifest.json").stat().st_mtime_ns
-    assert quiet(streamed).manifest == first.manifest
-    assert (first.folder / "manifest.json").stat().st_mtime_ns == before
-
-
 def test_a_stream_has_no_limits(streamed):
     for change in ({"max_tokens": 10}, {"max_documents": 3}):
         assert f"data.{next(iter(change))}" in refusal(quiet, replace(streamed, **change))

@@ -168,7 +168,7 @@ def test_results_of_another_model_are_not_written_over(run: Path, corpus: Path, 
     assert after.files != before.files
     (other / "hf/step-0000080/tokenizer_config.json").touch()
     config.checkpoint = str(other)
-    with pytest.raises(ValueError, match=rf"holds results of {first}/hf/step-0000080, not of {other}"):
+    with pytest.raises(ValueError, match=rf"{first}/hf/step-0000080.*{other}"):
         evaluate(config, progress=False)
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_written_among_the_files_of_a_run(place: str, run: Path, tmp_
 def test_an_output_folder_belongs_to_one_evaluation(run: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = EvalConfig(str(run), str(out), suite=perplexity_suite(sets=[str(corpus)]))
-    with output_lock(out), pytest.raises(ValueError, match=f"another evaluation writes {out}"):
+    with output_lock(out), pytest.raises(ValueError, match=str(out)):
         evaluate(config, progress=False)
     assert not (out / "results.json").exists()
 

@@ -14,9 +14,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
-from fla_train.eval import harness
 from fla_train.eval.harness import FlaTrainLM
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
@@ -144,11 +142,3 @@ def test_the_command_line_of_lm_eval(write_task, quiz, scholar, tokenizer, tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (tmp_path / "results").rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["quiz"]["acc,none"] == 1.0
-
-
-def test_unknown_task_and_folder(scholar, tokenizer, run_tasks, tmp_path, monkeypatch) -> None:
-    only_local = lambda include_path=None, **_: TaskManager(include_path=include_path, include_defaults=False)  # noqa: E731
-    monkeypatch.setattr(harness, "TaskManager", only_local)  # lm-eval's tasks take seconds to index
-    lm = FlaTrainLM(scholar, tokenizer)
-    with pytest.raises(ValueError, match="lm-eval has no task riddles"):
-        run_tasks(lm, ["riddles"], include_path=tmp_path)

@@ -79,7 +79,7 @@ def test_samples_fit_and_can_be_answered(task: str, prompt: str, haystacks, toke
         assert place == pytest.approx(depth / 100, abs=0.35 if depth == 50 else 0.01)
         values.add(value)
     assert len(values) == 4
-    with pytest.raises(ValueError, match=r"raise suite\.needle\.lengths"):
+    with pytest.raises(ValueError, match=r"suite\.needle\.lengths"):
         make_sample(task, haystacks[task], tokenizer, prompt, 120, 0, CONFIG)
 
 

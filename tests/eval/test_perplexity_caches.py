@@ -97,13 +97,13 @@ def test_equals_one_pass(name: str, chunk: int, documents) -> None:
     [("mamba", 7, torch.bfloat16), ("falcon_mamba", 63, torch.float32), ("bamba", 63, torch.bfloat16)],
 )
 def test_a_model_that_loses_its_state_is_not_read_beyond_a_chunk(name, chunk, dtype, documents) -> None:
-    with pytest.raises(ValueError, match=rf"\({name}\) loses its state between chunks"):
+    with pytest.raises(ValueError, match=rf"\({name}\).*suite\.perplexity\.chunk"):
         loss_table(built(name, dtype), documents, EDGES, prefix=[2], chunk=chunk)
 
 
 def test_a_model_without_a_cache(model, documents, monkeypatch) -> None:
     """One that has none in its output, and one that leaves it empty."""
-    line = r"keeps no cache: cannot be read beyond a chunk of 16 tokens; raise suite\.perplexity\.chunk"
+    line = r"16.*suite\.perplexity\.chunk"
     with pytest.raises(ValueError, match=line):
         loss_table(built("recurrent_gemma"), documents, EDGES, prefix=[2], chunk=16)
     if model.config.model_type != "llama":

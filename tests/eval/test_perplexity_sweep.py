@@ -106,29 +106,6 @@ def test_the_table_leaves_no_document_half_counted() -> None:
     assert [e.mean.value for _, _, e in table.by_position(4)] == [1.0, 2.0]
 
 
-def test_memory_does_not_grow_with_the_length() -> None:
-    """The cache after 4096 tokens is as large as after 64."""
-    from transformers import AutoModelForCausalLM
-
-    from fla_train.models import DeltaProductConfig
-
-    model = AutoModelForCausalLM.from_config(
-        DeltaProductConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=1, head_dim=8)
-    ).eval()
-    sizes, forward = [], model.forward
-
-    def watched(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        (layer,) = output.past_key_values.layers
-        sizes.append(sum(x.nbytes for x in (*layer.conv_states.values(), layer.recurrent_states[0])))
-        assert output.logits.shape[1] <= 64
-        return output
-
-    model.forward = watched
-    loss_table(model, [[3] * 4096], (0, 4096), prefix=[2], chunk=64)
-    assert len(sizes) == 64 and len(set(sizes)) == 1
-
-
 def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
     """Also in the middle of a batch, whose first chunks then count once. One sequence must fit."""
     draw = np.random.default_rng(1)
@@ -148,7 +125,7 @@ def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
     assert found.cells == pytest.approx(expected.cells, abs=1e-9, nan_ok=True)
     assert sizes[:4] == [5, 5, 2, 2]
     most = 0
-    with pytest.raises(ValueError, match=r"too small for 8 tokens at once: lower suite\.perplexity\.chunk"):
+    with pytest.raises(ValueError, match=r"8.*suite\.perplexity\.chunk"):
         loss_table(model, documents, EDGES, chunk=8, batch_size=5)
 
 

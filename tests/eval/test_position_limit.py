@@ -121,5 +121,5 @@ def test_the_window_of_tasks_ends_with_the_table(evaluated, tmp_path: Path) -> N
     evaluated("gpt2")
     config = EvalConfig(str(tmp_path / "gpt2"), str(tmp_path / "out"), device="cpu")
     config.suite = SuiteConfig("tasks", tasks=["piqa"], max_length=33)
-    with pytest.raises(ValueError, match=r"suite\.max_length=33: the model has positions for 32 tokens only"):
+    with pytest.raises(ValueError, match=r"suite\.max_length=33: .*32"):
         evaluate(config, progress=False)

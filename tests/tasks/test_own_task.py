@@ -113,14 +113,6 @@ def test_a_class_that_cannot_be_used_is_one_line(kind: str, reason: str) -> None
     assert "\n" not in error
 
 
-def test_options_are_those_of_the_class() -> None:
-    assert find_errors(config("wrong:Plain"), "task.") == []
-    (error,) = find_errors(config(KIND, length=8, width=3), "task.")
-    assert "no option width" in error
-    (error,) = find_errors(config(KIND, length=2.5), "task.")
-    assert "must be int" in error
-
-
 def test_a_run_folder_does_not_choose_the_class(elsewhere: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -70,7 +70,7 @@ def test_files_that_rank_0_never_sees(staging: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(async_writer, "VISIBLE", 0.1)
     trainer, end = Pipe()
     trainer.send(None)
-    with pytest.raises(WriteFailed, match=r"^rank 1, 2: .*one folder that all machines share"):
+    with pytest.raises(WriteFailed, match=r"^rank 1, 2: "):
         async_writer.write(make_job(tmp_path, 0, 3), staging, BESIDE, end)
     assert list(tmp_path.iterdir()) == []
     trainer.close()

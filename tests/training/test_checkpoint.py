@@ -173,7 +173,7 @@ def test_which_checkpoint_a_run_starts_from(tmp_path: Path):
     with pytest.raises(ValueError, match="is not a checkpoint"):
         store.newest_state(str(tmp_path))
     cut(Path(other) / WEIGHTS)
-    with pytest.raises(ValueError, match=r"weights.pt has 9 bytes instead of 12"):
+    with pytest.raises(ValueError, match=r"weights\.pt .*9.*12"):
         CheckpointStore(tmp_path / "new").choose(other)
     cut(first / "manifest.json")
     with pytest.raises(ValueError, match=r"no checkpoint in .* is intact"):

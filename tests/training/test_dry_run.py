@@ -31,7 +31,7 @@ def test_the_first_document_and_the_tokenizer_are_read(corpus: Path, capsys, mon
     tokenizer = (corpus.parent / "saved/tokenizer.json").rename(corpus.parent / "own.json")
     monkeypatch.chdir(corpus.parent)
     own = ["data=local", "data.path=corpus.jsonl", "data.tokenizer.name=own.json"]
-    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 1: no column 'text'"):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 1: .*'text'"):
         plan(capsys, *own)
     column = "data.text_column=content"
     with pytest.raises(ValueError, match=r"data\.tokenizer\.eos_token"):
@@ -39,7 +39,7 @@ def test_the_first_document_and_the_tokenizer_are_read(corpus: Path, capsys, mon
     given = [*own, column, "data.tokenizer.eos_token=<eos>"]
     assert "not on this machine" not in plan(capsys, *given)
     tokenizer.unlink()
-    with pytest.raises(ValueError, match=r"own\.json: no such"):
+    with pytest.raises(ValueError, match=r"own\.json"):
         plan(capsys, *given)
 
 

@@ -1,6 +1,5 @@
 """The engine's arithmetic against plain PyTorch: whatever the accumulation and the number of ranks."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig, to_yaml
-from fla_train.training.engine import _grad_norm, deepspeed_config
+from fla_train.training.engine import _grad_norm
 from fla_train.training.optimizer import build_optimizer
-from fla_train.training.resolve import resolve
 from tests.ranks import start_ranks
 
 
@@ -85,14 +83,6 @@ def test_float8_takes_the_same_steps_on_two_ranks_and_nearly_those_of_bf16(
         assert run["grad_norms"] == pytest.approx(near["grad_norms"], rel=1e-1)
         assert run["eval"] == pytest.approx(near["eval"], rel=2e-2)
         assert run["poisoned_skipped"] and run["poisoned_unchanged"] and run["healthy_changed"]
-
-
-def test_nothing_of_the_deepspeed_config_is_automatic(make_config: Callable[..., TrainConfig]):
-    config = make_config("trainer.precision=bf16", "launch.num_processes=2")
-    settings = deepspeed_config(resolve(config).config, on_gpu=False)
-    assert '"auto"' not in json.dumps(settings)
-    assert settings["gradient_accumulation_steps"] == 2
-    assert not settings["bf16"]["enabled"] and settings["torch_autocast"]["enabled"]
 
 
 def test_the_norm_of_many_gradients_is_that_of_float64(monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,6 @@ def test_a_run_from_elsewhere_names_no_file_by_a_secret(make_config: Make, tmp_p
 
 def test_a_number_that_is_an_interpolation_is_refused(make_config: Make, tmp_path: Path):
     path = write(tmp_path, make_config(), "seed: 0", f"seed: {ATTACK}")
-    with pytest.raises(ValueError, match=r"config\.yaml is not a config of this version") as refused:
+    with pytest.raises(ValueError, match=r"config\.yaml") as refused:
         load_config(path)
     assert "hunter2" not in str(refused.value)

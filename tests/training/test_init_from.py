@@ -1,6 +1,5 @@
 """`init_from`: continued pretraining and fine-tuning from the weights of a run, an export or the Hub."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,22 +36,6 @@ def test_pretraining_continues_on_the_weights_of_a_run(
     assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(whole)
     (card,) = run.glob("hf/*/README.md")
     assert f"| initial weights | {whole.name} |" in card.read_text()
-
-
-def test_weights_of_the_hub(
-    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """In the Hub's cache layout, on disk, without a network."""
-    repository = tmp_path / "cache" / "models--somebody--a-model"
-    shutil.copytree(next(whole.glob("hf/step-*")), repository / "snapshots" / "0123abc")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0123abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    config = make_config("init_from=somebody/a-model", "data.tokenizer.name=somebody/a-model")
-    check_initial_weights(config)
-    model, _ = load_model("somebody/a-model")
-    assert model.config.hidden_size == 32
 
 
 def test_a_checkpoint_of_flash_linear_attention(make_config: Make, whole: Path, tmp_path: Path):

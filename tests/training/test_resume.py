@@ -102,7 +102,7 @@ def test_a_branch_of_another_run_stands_on_its_own(make_config: Make, warm_ranks
 
     alone = tmp_path / "alone"
     shutil.copytree(trunk, alone)  # the checkpoint itself records what it was trained on
-    with pytest.raises(ValueError, match=r"alone belongs to another run: data.validation_fraction"):
+    with pytest.raises(ValueError, match=r"alone .*data\.validation_fraction"):
         launch(
             make_config(
                 *more,

@@ -1,6 +1,7 @@
 """Each schedule against its closed form."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -28,24 +29,26 @@ def test_every_schedule_warms_up_on_a_line_to_the_peak(name: str, start: float):
     assert rate(WARMUP, schedule) == PEAK
 
 
-def test_cosine_is_half_a_cosine_down_to_the_minimum():
-    expected = [0.2 + 1.8 * (1 + math.cos(math.pi * (s - 10) / 100)) / 2 for s in range(11, 111)]
-    assert curve(COSINE, range(11, 111)) == pytest.approx(expected)
-    assert rate(110) == pytest.approx(0.2)
+def cosine(fraction: float) -> float:
+    return (1 + math.cos(math.pi * fraction)) / 2
 
 
-def test_linear_is_a_line_down_to_the_minimum():
-    schedule = ScheduleConfig("linear", warmup_steps=WARMUP, min_ratio=0.1)
-    expected = [2.0 - 1.8 * (s - 10) / 100 for s in range(11, 111)]
-    assert curve(schedule, range(11, 111)) == pytest.approx(expected)
-
-
-def test_wsd_stays_at_the_peak_and_falls_at_the_end():
-    schedule = ScheduleConfig("wsd", warmup_steps=WARMUP, decay_steps=25, min_ratio=0.1)
-    assert curve(schedule, range(10, 86)) == [PEAK] * 76
-    expected = [0.2 + 1.8 * (1 - math.sqrt((s - 85) / 25)) for s in range(86, 111)]
-    assert curve(schedule, range(86, 111)) == pytest.approx(expected)
-    assert rate(110, schedule) == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("name", "decay", "form"),
+    [
+        ("cosine", 100, cosine),
+        ("linear", 100, lambda fraction: 1 - fraction),
+        ("wsd", 25, lambda fraction: 1 - math.sqrt(fraction)),
+    ],
+)
+def test_the_decay_is_its_closed_form_down_to_the_minimum(name: str, decay: int, form: Callable):
+    decay_steps = decay if name == "wsd" else None
+    schedule = ScheduleConfig(name, warmup_steps=WARMUP, decay_steps=decay_steps, min_ratio=0.1)
+    begin = STEPS - decay
+    assert curve(schedule, range(WARMUP, begin + 1)) == [PEAK] * (begin + 1 - WARMUP)
+    expected = [0.2 + 1.8 * form((step - begin) / decay) for step in range(begin + 1, STEPS + 1)]
+    assert curve(schedule, range(begin + 1, STEPS + 1)) == pytest.approx(expected)
+    assert rate(STEPS, schedule) == rate(5 * STEPS, schedule) == pytest.approx(0.2)
 
 
 def test_wsd_decays_for_a_fifth_of_the_run_by_itself():
@@ -63,12 +66,6 @@ def test_a_longer_wsd_run_repeats_the_shorter_one_up_to_its_decay():
 def test_constant_stays_at_the_peak():
     constant = ScheduleConfig("constant", warmup_steps=2, min_ratio=1.0)
     assert [rate(step, constant) for step in (1, 2, 3, 110)] == pytest.approx([1.0, 2.0, 2.0, 2.0])
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_a_longer_look_never_leaves_the_minimum(name: str):
-    schedule = ScheduleConfig(name, warmup_steps=WARMUP, min_ratio=0.1)
-    assert rate(500, schedule) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("max_steps", "expected"), [(5, 0), (1000, 50), (66_758, 512)])

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from fla_train.utils.processes import openmp_threads
 from fla_train.utils.ranks import is_rank, leave_other_launchers, world_size
 
 MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMI_RANK": "3"}
@@ -31,9 +30,3 @@ def test_only_launchers_of_ranks_make_a_rank(environment: dict[str, str], ranks:
     assert (world_size(), is_rank()) == (ranks, ranks > 1)
     leave_other_launchers()
     assert not MPI.keys() & os.environ.keys() and ("RANK" in os.environ) == (ranks > 1)
-
-
-@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("4,2", 4), ("", 8), ("0", 8), ("many", 8)])
-def test_invalid_numbers_of_threads_are_ignored(text: str, threads: int, monkeypatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", text)
-    assert openmp_threads(default=8) == threads

@@ -51,13 +51,6 @@ def test_only_the_damaged_line_is_lost(
     assert path.read_bytes().split(b"\n") == [*lines[:30], lines[36], line(31, loss=1.0), b""]
 
 
-def test_a_renamed_key_does_not_end_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    damaged = line(2, loss=1.0).replace(b"tokens", b"tokems", 1)
-    path.write_bytes(line(1, loss=2.0) + b"\n" + damaged + b"\n")
-    plot_losses([tmp_path], tmp_path / "loss.png")
-
-
 def test_a_damaged_start_is_skipped(tmp_path: Path) -> None:
     for number, content in enumerate((line(0), line(3), line(4).replace(b"step", b"step\xff"))):
         folder = tmp_path / "starts" / str(number)
