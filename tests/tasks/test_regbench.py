@@ -80,7 +80,7 @@ def test_any_allowed_symbol_counts() -> None:
 def test_counting_what_followed_is_a_strong_guess() -> None:
     """Guess the most frequent successor of 0 to 2 symbols; docs/results_expressivity.md quotes one."""
     task = RegBench(seed=-1)
-    batch = task.batch(range(40))
+    batch = task.batch(range(100))
     accuracies = []
     for order in range(3):
         guesses = torch.zeros_like(batch.input_ids)

@@ -45,7 +45,7 @@ def test_any_cut_follows_from_any_other(padding: int):
 def test_a_checkpoint_of_another_model_is_not_cut():
     partitions, old = cut(torch.ones(6), {"a": 2, "b": 4}, 2, 0)
     _, new = cut(torch.ones(7), {"a": 2, "b": 5}, 1, 0)
-    with pytest.raises(AssertionError, match="b .*4.*5"):
+    with pytest.raises(AssertionError, match=r"b .*4.*5"):
         reshard(partitions, old, new, 0, 7)
 
 
