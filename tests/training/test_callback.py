@@ -79,9 +79,14 @@ def test_a_callback_ends_a_run(make_config: Make, train, tmp_path: Path):  # noq
     assert (tmp_path / "run/hf/step-0000003").is_dir()
 
 
-def test_the_exported_average_is_that_of_the_weights(make_config: Make, train, tmp_path: Path):  # noqa: F811
+def test_the_exported_average_is_that_of_the_weights_and_a_custom_metric_is_recorded(
+    make_config: Make,
+    train,  # noqa: F811
+    tmp_path: Path,
+):
     options = [*CPU, "trainer.max_steps=4", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
-    options += [f"run.dir={tmp_path / 'run'}", "trainer.callbacks=[{class: callbacks:Ema, decay: 0.5}]"]
+    callbacks = "[{class: callbacks:Ema, decay: 0.5}, callbacks:SmoothLoss]"
+    options += ["trainer.log_every=2", f"run.dir={tmp_path / 'run'}", f"trainer.callbacks={callbacks}"]
     config = make_config(*options)
     train(config)
     from safetensors.torch import load_file
@@ -95,6 +100,9 @@ def test_the_exported_average_is_that_of_the_weights(make_config: Make, train, t
         exported = load_file(tmp_path / "run" / folder / "step-0000004/model.safetensors")
         for name, value in exported.items():
             torch.testing.assert_close(value, expected[name], msg=f"{folder} {name}")
+    records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == [2, 4]
+    assert all(0 < record["loss"] < record["smooth_loss"] for record in records)
 
 
 def engine_steps_model(config: TrainConfig) -> torch.nn.Module:
@@ -129,14 +137,6 @@ def test_z_loss_has_the_gradient_of_plain_pytorch(make_config: Make, warm_ranks:
     (loss + 0.5 * logits.logsumexp(-1)[targets != -100].square().mean()).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     assert warm_ranks.run(2, grad_norm_with_z_loss, config) == pytest.approx([expected] * 2, rel=1e-5)
-
-
-def test_a_custom_metric_is_recorded(make_config: Make, train, tmp_path: Path):  # noqa: F811
-    options = [*CPU, "trainer.max_steps=4", "trainer.log_every=2", f"run.dir={tmp_path / 'run'}"]
-    train(make_config(*options, "trainer.callbacks=[callbacks:SmoothLoss]"))
-    records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in records] == [2, 4]
-    assert all(0 < record["loss"] < record["smooth_loss"] for record in records)
 
 
 def run_with_examples(config: TrainConfig) -> dict:

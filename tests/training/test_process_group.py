@@ -2,39 +2,38 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
-from fla_train.training.process_group import check_address, interface_towards
-
-MEET = """
-import os, psutil, torch, torch.distributed as dist
-from fla_train.training.process_group import join
-join(on_gpu=False)
-total = torch.tensor([dist.get_rank() + 1])
-dist.all_reduce(total, group=dist.new_group(backend="gloo"))
-listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
-dist.barrier()
-print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"), *listening)
-"""
+from fla_train.training.process_group import check_address, interface_towards, join
+from tests.ranks import fork_ranks
 
 
-def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(tmp_path: Path):
+def meet() -> None:
+    """Join, add up, and print the sum, the interface and the addresses at which this rank listens."""
+    join(on_gpu=False)
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    connections = psutil.Process().net_connections("inet")
+    listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    dist.barrier()
+    print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"), *listening)
+
+
+def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """They do so in the default group, and in another one, which checkpoints use."""
-    kept = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
-    kept |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FLA_TRAIN_STORE_FILE": str(tmp_path / "store")}
-    command = [sys.executable, "-c", MEET]
-    ranks = [
-        subprocess.Popen(
-            command, env=kept | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
-    for rank in ranks:
-        total, interface, *addresses = rank.communicate(timeout=120)[0].split()
+    for name in [key for key in os.environ if key.endswith("_SOCKET_IFNAME")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLA_TRAIN_STORE_FILE", str(tmp_path / "store"))
+    for code, out, err in fork_ranks(meet, 2, tmp_path):
+        assert code == 0, err
+        total, interface, *addresses = out.split()
         assert (total, interface) == ("3", interface_towards("127.0.0.1"))
         assert {*addresses} <= {"127.0.0.1", "::1"}
 

@@ -35,32 +35,39 @@ TASK = [
 ]
 FEATURES = {
     "plain": [],
-    "bf16 on two ranks": [TWO, "trainer.precision=bf16", "trainer.activation_checkpointing=true"],
-    "bf16 reduction": [TWO, "trainer.gradient_reduction=bf16"],
+    "bf16": [
+        *(TWO, "trainer.precision=bf16", "trainer.activation_checkpointing=true"),
+        "trainer.gradient_reduction=bf16",
+    ],
     "muon": [TWO, "optimizer=muon", "model.num_heads=3"],
-    "spike filter": ["trainer.spike_deviations=3", "optimizer.max_grad_norm=0.1"],
     "passing": [TWO, PASSING, "trainer.zero_state_share=0.3"],
-    "noise": ["trainer.initial_state=noise"],
+    "noise and the spike filter": [
+        *("trainer.initial_state=noise", "trainer.spike_deviations=3", "optimizer.max_grad_norm=0.1")
+    ],
     "contiguous documents": [TWO, "data.contiguous=true", PACKED],
     "context parallelism": [TWO, "launch.context_parallel=2", PACKED],
     "mixture": [PACKED, "data=mixture", "data.path=null"],
     "stream": ["data.stream=true", "data.stream_head_documents=100"],
     "task": [*TASK, "task.curriculum=[[2,1],[4,3]]"],
     "another library's model": ["model=hf/llama/tiny", "model.config.hidden_size=32"],
-    "hybrid": ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"],
-    "callbacks": [TWO, f"trainer.callbacks={CALLBACKS}"],
-    "custom optimizer": [TWO, "optimizer.name=optimization:Lion", "optimizer.options={betas: [0.8, 0.9]}"],
-    "custom schedule": ["schedule.name=optimization:inverse_sqrt", "schedule.options={warmup: 2}"],
+    "hybrid and a custom schedule": [
+        *("model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"),
+        *("schedule.name=optimization:inverse_sqrt", "schedule.options={warmup: 2}"),
+    ],
+    "custom optimizer and callbacks": [
+        *(TWO, "optimizer.name=optimization:Lion", "optimizer.options={betas: [0.8, 0.9]}"),
+        f"trainer.callbacks={CALLBACKS}",
+    ],
 }
-SLOW = ("bf16 reduction", "hybrid")
 # Resumed on another number of ranks, sums over ranks round otherwise; a large eps keeps that small.
 RESHARDED = {
     "plain": ["optimizer.eps=1e-3"],
     "muon": ["optimizer=muon", "optimizer.eps=1e-3", "model.num_heads=3"],
     "passing": ["optimizer.eps=1e-3", PASSING],
     "contiguous documents": ["optimizer.eps=1e-3", "data.contiguous=true", PACKED],
-    "custom optimizer": ["optimizer.name=optimization:Lion", "optimizer.lr=1e-3"],
-    "callbacks": ["optimizer.eps=1e-3", f"trainer.callbacks={CALLBACKS}"],
+    "custom optimizer and callbacks": [
+        *("optimizer.name=optimization:Lion", "optimizer.lr=1e-3", f"trainer.callbacks={CALLBACKS}")
+    ],
     "context parallelism": ["optimizer.eps=1e-3", PACKED],
 }
 MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}  # keys of metrics
@@ -147,9 +154,7 @@ def assert_equal(ours: object, theirs: object, where: str = "") -> None:
         assert ours == theirs, where
 
 
-@pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FEATURES]
-)
+@pytest.mark.parametrize("feature", FEATURES)
 def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, tmp_path: Path, feature: str):
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(make(*FEATURES[feature], f"run.dir={whole}"))
@@ -172,7 +177,7 @@ def test_a_run_resumes_on_another_number_of_ranks(make: Make, train, tmp_path: P
     train(make(*options, f"run.dir={again}", "trainer.micro_batch_size=4", *more))
     assert "start from zero" not in (again / "train.log").read_text()
     # Muon rounds to bf16, and Lion takes signs of sums that may be near zero.
-    tolerance = 1e-3 if feature in ("muon", "custom optimizer") else 1e-5
+    tolerance = 1e-3 if feature in ("muon", "custom optimizer and callbacks") else 1e-5
     for ours, theirs in zip(metrics(again), metrics(whole), strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() & {"loss", "validation_loss", "smooth_loss"}:
