@@ -54,14 +54,14 @@ def run_bare(folder: Path, *arguments: str, **environment: str) -> None:
 @pytest.mark.slow
 def test_exports_load_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
     """With torch, transformers and their requirements: the same bits by every class, and the same tokens."""
-    folder = tmp_path / "exports"
-    for name in MODELS:
+    folder, names = tmp_path / "exports", ("delta_net", "hybrid")
+    for name in names:
         export_model(model_of(name), tokenizer, folder / name, validate=False)
     run_bare(folder)
-    for name in MODELS:
+    for name in names:
         results = torch.load(folder / f"{name}.pt")
         assert "trust_remote_code=True" in results["error"]
-        assert name != min(MODELS) or results.keys() > {auto_class.__name__ for auto_class in AUTO_CLASSES}
+        assert name != names[0] or results.keys() > {auto_class.__name__ for auto_class in AUTO_CLASSES}
         for auto_class, model_class in AUTO_CLASSES.items():
             if auto_class.__name__ not in results:
                 continue

@@ -31,26 +31,32 @@ MODULES = {
 AVOIDS_PTXAS_FAULT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
 VARIANTS = [
+    Variant("bwd_qkg", 128, 1, packed=False, gated=True, heads=8),
+    Variant("prepare_wy", 128, 1, packed=False, gated=True, heads=8),
+    Variant("bwd_fused", 96, 1, packed=False, gated=True, heads=8, value_dim=192, launch=1),
+    Variant("bwd_qkg_wide", 256, 1, packed=False, gated=True, heads=8),
+]
+MORE_VARIANTS = [
     *(
-        Variant(name, dim, steps, packed, gated, heads=8)
-        for name in ("bwd_qkg", "prepare_wy")
-        for dim, steps, packed, gated in ((128, 1, False, True), (64, 3, True, False))
+        Variant(name, 64, 3, packed=True, gated=False, heads=8)
+        for name in ("bwd_qkg", "prepare_wy", "bwd_fused")
     ),
-    Variant("bwd_fused", 64, 3, True, False, heads=8),
-    Variant("bwd_fused", 128, 1, False, True, heads=8, group=2),
-    Variant("bwd_fused", 96, 1, False, True, heads=8, value_dim=192, launch=1),
-    Variant("bwd_qkg_wide", 256, 1, False, True, heads=8),
+    Variant("bwd_fused", 128, 1, packed=False, gated=True, heads=8, group=2),
 ]
 # Triton's `chunk_prepare_wy_kernel`, for keys that are too wide for Hopper's
 WIDE = Variant("prepare_wy", 256, 1, packed=False, gated=True, gluon=False)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[Variant, Compiled]:
-    return compile_for_hopper([*VARIANTS, WIDE])
+def compiled(request: pytest.FixtureRequest) -> dict[Variant, Compiled]:
+    """Compile the variants whose tests are selected: each takes seconds."""
+    names = " ".join(item.name for item in request.session.items)
+    return compile_for_hopper([*VARIANTS, *(v for v in MORE_VARIANTS if str(v) in names), WIDE])
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *(pytest.param(v, marks=pytest.mark.long) for v in MORE_VARIANTS)], ids=str
+)
 def test_compiles_for_hopper_anywhere(variant: Variant, compiled: dict[Variant, Compiled]) -> None:
     found = compiled[variant]
     programs = 5 if variant.name == "prepare_wy" else 1  # on one SM
