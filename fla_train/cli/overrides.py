@@ -134,7 +134,7 @@ def override_errors(
 
 
 def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Return as few jobs of a sweep as contain every value: `seed=1,2 optimizer.lr=1,2` gives two of its four."""
+    """Return as few jobs as contain every value of a sweep: two of four for `seed=1,2 optimizer.lr=1,2`."""
     values = [_single_values(override) for override in overrides]
     count = max(map(len, values), default=1)
     return [[each[min(job, len(each) - 1)] for each in values] for job in range(count)]
