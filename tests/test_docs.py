@@ -28,18 +28,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken, f"{page} links to {', '.join(broken)}"
 
 
-def test_the_table_of_files_is_true() -> None:
-    """docs/architecture.md, "Where is ...": every file exists and contains the listed names."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    section = page.split("\n## Where is ...\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| .*\? \| `(.+?)` \| (.*?) ?\|$", section, re.M)
-    assert len(rows) > 20
-    for file, names in rows:
-        text = (ROOT / file).read_text()
-        missing = [name for name in re.findall(r"`(.+?)`", names) if not re.search(rf"\b{name}\b", text)]
-        assert not missing, f"{file}: {', '.join(missing)}"
-
-
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     nav = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(nav) == sorted(str(page.relative_to("docs")) for page in PAGES if page.parts[0] == "docs")

@@ -12,9 +12,7 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "she
 READS = {"load", "loads", "open", "Unpickler"}
 SAFE_YAML = {"BaseLoader", "SafeLoader", "CSafeLoader", "CBaseLoader"}
 # It reads a file that the ranks of this process have just written to its temporary folder.
-IN_MEMORY = {
-    ("fla_train/bench/ranks.py", "pickle.loads(Path(folder, 'result').read_bytes())"),
-}
+IN_MEMORY = {("fla_train/bench/ranks.py", "pickle.loads(Path(folder, 'result').read_bytes())")}
 
 
 def dotted(node: ast.AST) -> str:

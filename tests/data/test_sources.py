@@ -14,7 +14,6 @@ import pytest
 
 from fla_train.data.config import DataConfig
 from fla_train.data.sources import open_source
-from fla_train.eval.documents import file_documents
 from fla_train.utils.errors import Interrupted
 from tests.data.conftest import quiet, write_jsonl, write_mirror, write_parquet
 from tests.refusal import refusal
@@ -155,12 +154,6 @@ def test_a_line_beyond_the_limit_is_not_read(tmp_path, local, name):
     assert f"{name}, line 3: longer than 1,000 bytes" in message and "data.max_line_bytes" in message
     assert peak < 8 << 20
     assert [len(text) for text in read] == [LIMIT - 12, 28]
-
-
-def test_documents_of_an_evaluation_have_the_limit_too(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line_of(17_000_000), 1))
-    with pytest.raises(ValueError, match=r"line 1: .*16,000,000"):
-        next(file_documents(str(tmp_path / "a.jsonl.gz"), tokenizer=None))
 
 
 @pytest.mark.parametrize(

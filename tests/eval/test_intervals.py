@@ -45,8 +45,7 @@ def test_degrees_of_freedom_from_the_eigenvalues_of_the_error(weights: list) -> 
 
 
 @pytest.mark.parametrize(
-    ("sums", "weights"),
-    [([4.0], [2.0]), ([4.0, 0.0], [2.0, 0.0]), ([4.0, math.inf], [2.0, 2.0])],
+    ("sums", "weights"), [([4.0], [2.0]), ([4.0, 0.0], [2.0, 0.0]), ([4.0, math.inf], [2.0, 2.0])]
 )
 def test_no_interval_rather_than_a_wrong_one(sums: list, weights: list) -> None:
     """One document, or an infinite loss."""

@@ -22,12 +22,7 @@ from tests.kernels.compiled_gluon import Compiled, Variant, compile_for_hopper
 from tests.kernels.operator_cases import BF16, BF16_HARD, HARD, Case, bounds_of, check, real, uniform
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-MODULES = {
-    "prepare_wy": prepare_wy,
-    "bwd_qkg": bwd_qkg,
-    "bwd_qkg_wide": bwd_qkg_wide,
-    "bwd_fused": bwd_fused,
-}
+MODULES = {"prepare_wy": prepare_wy, "bwd_qkg": bwd_qkg, "bwd_qkg_wide": bwd_qkg_wide, "bwd_fused": bwd_fused}
 AVOIDS_PTXAS_FAULT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 SM_MEMORY = 227 * 1024  # bytes of shared memory that a Hopper SM gives a program
 VARIANTS = [

@@ -108,8 +108,7 @@ def test_the_loop_gives_what_the_loop_of_transformers_gives(
 
 
 @pytest.mark.parametrize(
-    ("variant", "batch"),
-    [("gated_delta_product", 1), ("without_conv", 3), ("hybrid_full_attention", 3)],
+    ("variant", "batch"), [("gated_delta_product", 1), ("without_conv", 3), ("hybrid_full_attention", 3)]
 )
 @torch.no_grad()
 def test_the_kernels_of_a_step_give_what_the_model_gives(build, variant, batch, monkeypatch):

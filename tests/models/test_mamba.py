@@ -3,10 +3,7 @@
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from fla_train.models.zoo.mamba import (
-    SignedMambaConfig,
-    SignedMambaForCausalLM,
-)
+from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 
 
 def test_with_eigenvalues_in_0_1_it_is_mamba() -> None:

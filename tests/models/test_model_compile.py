@@ -23,10 +23,7 @@ def loss_and_gradients(model: torch.nn.Module, run: object, autocast: bool, **in
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize(
     ("variant", "triton", "packed", "autocast", "checkpointing"),
-    [
-        ("gated_delta_product", True, True, False, False),
-        ("hybrid", False, True, True, True),
-    ],
+    [("gated_delta_product", True, True, False, False), ("hybrid", False, True, True, True)],
 )
 def test_one_graph_with_the_gradients_of_plain_pytorch(
     monkeypatch, tokens, variant, triton, packed, autocast, checkpointing

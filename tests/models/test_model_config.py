@@ -21,24 +21,6 @@ def test_all_errors_are_reported_together():
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layer_types": ["full"]}, "layer_types must be null or a list"),
-        ({"layer_types": ["full_attention"] * 3}, "more than 2 layers"),
-        ({"layer_types": ["sliding_attention"]}, "needs sliding_window"),
-        ({"layer_types": ["full_attention"], "sliding_window": 5}, "sliding_window needs"),
-        ({"layer_types": ["full_attention"], "num_attention_heads": 5}, "num_attention_heads 5 must divide"),
-        ({"rope_theta": "1e4"}, "rope_theta must be > 0 and finite"),
-        ({"allow_neg_eigval": None}, "allow_neg_eigval must be true or false, got None"),
-        ({"num_householder": True}, "num_householder must be an integer >= 1, got True"),
-    ],
-)
-def test_errors_of_attention_layers(fields, message):
-    with pytest.raises(ValueError, match=message):
-        small_config(**fields)
-
-
 def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
     pattern = ["linear_attention", "sliding_attention", "full_attention"]
     config = small_config(num_hidden_layers=5, layer_types=pattern, sliding_window=3)

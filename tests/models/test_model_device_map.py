@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import send_to_device
 
-from fla_train.models.context import SequenceContext
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 ON_DISK = ("model.layers.1", "model.norm", "lm_head")
@@ -45,11 +43,3 @@ def test_losses_logits_and_generation_are_the_same(pair, tokens: torch.Tensor) -
         for model in pair
     )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_the_layout_of_a_call_follows_its_tokens_to_another_device(build, tokens: torch.Tensor) -> None:
-    context = SequenceContext.build(build("hybrid").config, tokens[:1], None, torch.tensor([0, 7, 19]))
-    moved = send_to_device(context, "meta")
-    keys = moved.visible["sliding_attention"]
-    assert all(getattr(moved, name).is_meta for name in ("cu_seqlens", "position_in_document", "cos", "sin"))
-    assert keys.queries.is_meta and keys.keys.is_meta and keys.key_documents.is_meta

@@ -76,19 +76,6 @@ def test_the_trainer_evaluates_and_predicts(build: Callable, tmp_path: Path) -> 
     torch.testing.assert_close(torch.from_numpy(predicted.predictions), logits)
 
 
-def test_smoothed_labels_are_shifted(build: Callable, tmp_path: Path) -> None:
-    """Smoothing by next to nothing leaves the loss of evaluation and of training as it is."""
-    rows, found = [row(SIZE), row(9)], []
-    for factor in (0.0, 1e-9):
-        arguments = TrainingArguments(**training(tmp_path, label_smoothing_factor=factor))
-        trainer = Trainer(build(), arguments, train_dataset=rows, eval_dataset=rows)
-        evaluated = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        trained = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-        found.append([evaluated, trained])
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
-
-
 def test_lora_of_peft_trains_adapters_only(build: Callable, tokens: torch.Tensor, tmp_path: Path):
     targets = ["q_proj", "o_proj", "down_proj", "lm_head"]
     peft = pytest.importorskip("peft")

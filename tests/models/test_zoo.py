@@ -1,6 +1,5 @@
 """Other libraries' models: built from a node, their loss, and the old names of some of them."""
 
-import importlib.util
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +21,6 @@ from fla_train.models.zoo.loss import HEADS
 from fla_train.training.config import register, to_config
 
 VOCABULARY = 211
-OF_FLA = ("gla", "retnet", "rwkv7", "hgrn2", "mesa_net", "gated_deltanet", "kda")
 
 
 def node(model_type: str, source: str = "hf", **config: Any) -> dict[str, Any]:
@@ -182,18 +180,6 @@ def test_a_batch_without_targets_has_loss_zero(name: str, items: Tensor | None) 
 def test_a_node_follows_from_the_config(name: str) -> None:
     config = build_model_config(NODES[name])
     assert build_model_config(model_node(config)).to_dict() == config.to_dict()
-
-
-@pytest.mark.parametrize("model_type", OF_FLA)
-def test_the_package_builds_it_at_the_requested_sizes(model_type: str) -> None:
-    if importlib.util.find_spec("fla") is None:
-        with pytest.raises(ValueError, match="pip install flash-linear-attention"):
-            build_model_config(node(model_type, "fla"))
-        return
-    sizes = {"expand_ratio": 16} if model_type == "hgrn2" else {}
-    model = build_model(build_model_config(node(model_type, "fla", **sizes)))
-    assert model.config.model_type == model_type and model.config.num_hidden_layers == 2
-    assert model.get_input_embeddings().weight.shape == (VOCABULARY, 64)
 
 
 # (recurrent layers, heads, K, V, whether the state is read before it is written, as the delta rule does)

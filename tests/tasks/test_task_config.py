@@ -6,14 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.tasks import (
-    IGNORE,
-    Score,
-    TaskConfig,
-    make_task,
-    tasks_for_testing,
-    training_task,
-)
+from fla_train.tasks import IGNORE, Score, TaskConfig, make_task, tasks_for_testing, training_task
 from fla_train.tasks.formal import LANGUAGES, FormalLanguage
 from fla_train.tasks.group_words import GroupWords
 from fla_train.utils.keys import find_errors
@@ -120,19 +113,6 @@ def test_scores_of_parts_add_up_to_that_of_the_whole() -> None:
         chosen = lengths == length
         assert number == chosen.sum()
         assert accuracy == pytest.approx(2 * right[chosen].double().mean().item() - 1)
-
-
-def test_prefix_accuracies_are_read_at_powers_of_two() -> None:
-    task = make_task("group_words", {"group": "Z2", "length": 6})
-    batch = task.batch(range(16))
-    logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), task.vocab_size).float()
-    logits[0, 3] = -logits[0, 3]  # row 0 is wrong at its third element (the beginning is position 0)
-    logits[1, 4] = -logits[1, 4]  # and row 1 at its fourth
-    found = Score.of(task, logits, batch).scalars(task)
-    assert {key: found[f"prefix_accuracy_{key}"] for key in (1, 2, 4, 6)} == {
-        1: 1.0, 2: 1.0, 4: 14 / 16, 6: 14 / 16
-    }  # fmt: skip
-    assert found["sequence_accuracy"] == 14 / 16
 
 
 # One of each kind, and of each language; MAD's memorization has one map for all seeds.

@@ -118,21 +118,6 @@ def test_runs_are_found_in_order_with_what_differs(folders: Path) -> None:
         find_runs([folders / "nowhere"])
 
 
-@pytest.mark.parametrize("content", ["lr: 1", "", "a: [1"])
-def test_a_folder_that_is_no_run_does_not_cost_the_others(
-    folders: Path, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    foreign = folders / "foreign"
-    (foreign / "checkpoints").mkdir(parents=True)
-    (foreign / "config.yaml").write_text(content)
-    (folders / "other" / "plan.json").write_text("")  # damaged
-    runs = find_runs([folders])
-    assert len(runs) == 3 and str(foreign) in caplog.text
-    assert all(run.model_name for run in runs)
-    with pytest.raises(ValueError, match="holds no run"):
-        find_runs([foreign])
-
-
 def test_fla_runs_prints_a_table_and_draws(
     folders: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

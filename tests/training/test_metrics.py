@@ -13,7 +13,7 @@ from test_checkpoint_manager import file_size_limit
 
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
-from fla_train.training.log import MetricsFile, RunLogger, open_sinks
+from fla_train.training.log import RunLogger, open_sinks
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
 
@@ -22,18 +22,6 @@ def write(path: Path, steps: range) -> None:
     path.write_text(
         "".join(json.dumps({"step": s, "tokens": 8 * s, "loss": 5 - 0.1 * s}) + "\n" for s in steps)
     )
-
-
-def test_a_resumed_run_drops_later_records_and_a_torn_line(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 8))
-    with path.open("a") as file:
-        file.write('{"step": 8, "lo')  # a kill in the middle of a write
-    metrics = MetricsFile(path, resumed_step=4)
-    metrics.write({"step": 5, "tokens": 40, "loss": 1.0})
-    metrics.close()
-    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
-    assert read_metrics(path)[-1]["loss"] == 1.0
 
 
 def test_a_wandb_run_keeps_its_id_over_a_resume(

@@ -15,9 +15,7 @@ from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch
 from fla_train.training.model import build_model
 from fla_train.training.resolve import resolve
-from fla_train.training.resume import has_reached
 from fla_train.training.run_data import TaskSequences
-from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "configs" / "experiment"
@@ -131,29 +129,6 @@ def test_a_run_ends_at_its_target(
     batch = make(*SMALL).task.batch_size
     lengths = [2, 4, 4, 4, 4, 6, 6, 6]
     assert tokens == np.cumsum([batch * (n + 2) for n in lengths]).tolist()
-
-
-@pytest.mark.parametrize(
-    ("tests", "expected"),
-    [
-        ([0.9, 0.99, 1.0], True),
-        ([1.0, 0.98, 1.0], False),
-        ([1.0], False),
-        ([1.0, 1.0, 0.5], False),
-        ([], False),
-    ],
-)
-def test_a_target_takes_two_evaluations_in_a_row(
-    make, tmp_path: Path, tests: list[float], expected: bool
-) -> None:
-    config = make(*SMALL, "task.stop_at=[[longer/sequence_accuracy,0.99]]").task
-    records = [
-        {"step": i + 1, "validation_loss": 0.1, "longer/sequence_accuracy": v} for i, v in enumerate(tests)
-    ]
-    lines = [json.dumps(record) + "\n" for record in [*records, {"step": 9, "loss": 1.0}]]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert has_reached(config, RunFolder(tmp_path), 9) is expected
-    assert not has_reached(config, RunFolder(tmp_path), 1)
 
 
 @pytest.mark.parametrize("name", RECIPES)

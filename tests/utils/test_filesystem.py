@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fla_train.utils import filesystem
-from fla_train.utils.filesystem import (
-    move_folder,
-    replaced_folder,
-    save_tokenizer,
-    write_whole,
-)
+from fla_train.utils.filesystem import move_folder, replaced_folder, save_tokenizer, write_whole
 
 
 def make(folder: Path, content: str) -> Path:
