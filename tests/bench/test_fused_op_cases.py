@@ -21,23 +21,6 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("function", "index", "elements", "forward", "backward"),
-    [  # bytes per element of the table in docs/dev/fused_ops.md
-        ("convolution", 1, ROWS * 64, 4, 6),
-        ("norm", 0, ROWS * 32, 6, 10),
-        ("norm", 1, ROWS * 32, 4, 6),
-        ("residual-norm", 0, ROWS * 32, 12, 16),
-        ("gated-norm", 0, ROWS * 32, 6, 10),
-    ],
-)
-def test_bytes_are_those_of_the_documented_table(function, index, elements, forward, backward) -> None:
-    case = list(make_cases([function], SIZES, torch.bfloat16, CPU))[index]
-    weight = case.leaves["weight"].nbytes
-    assert case.forward_bytes == forward * elements + weight
-    assert case.backward_bytes == backward * elements + 2 * weight  # reads it, writes its gradient
-
-
 def test_products_bound_where_they_take_longer_than_bytes() -> None:
     (case,) = make_cases(["cross-entropy"], SIZES, torch.float32, CPU)
     assert case.bounds(Ceilings(1.0, 1e30)) == pytest.approx((2 * ROWS * 32 * 50, 6 * ROWS * 32 * 50))

@@ -177,20 +177,6 @@ def test_copy(export: Path, tmp_path: Path) -> None:
             convert_export(export, target, dtype=torch.bfloat16)
 
 
-def test_a_copy_of_any_checkpoint_can_be_replaced(export: Path, tmp_path: Path) -> None:
-    (export / ".cache/huggingface").mkdir(parents=True)  # by `hf download --local-dir`
-    (export / ".gitattributes").write_text("*.safetensors filter=lfs")
-    (export / "figures").mkdir()
-    (export / "figures/loss.pdf").write_text("dear")
-    for absent in ("nothing", "checksums.json", "training.json"):  # without both it is another library's
-        (export / absent).unlink(missing_ok=True)
-        for _ in range(2):
-            copy = copy_export(export, tmp_path / absent)
-        names = {path.name for path in export.iterdir() if not path.name.startswith(".")}
-        assert {path.name for path in copy.iterdir()} == names | {"checksums.json"}
-        assert find_export_damage(copy) is None and (copy / "figures/loss.pdf").is_file()
-
-
 def test_a_full_disk_leaves_no_export(
     small_model, tokenizer, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,11 +217,3 @@ def test_a_custom_schedule_gets_its_options(make_config: Make, examples: None):
 def test_what_cannot_work_is_named_before_the_start(make_config: Make, options: list[str], named: str):
     with pytest.raises(ValueError, match=named):
         resolve(make_config("launch.device=cpu", *options))
-
-
-def test_a_callback_checks_the_config(make_config: Make, monkeypatch: pytest.MonkeyPatch, examples: None):
-    import callbacks
-
-    monkeypatch.setattr(callbacks.Ema, "check", lambda self, config: [f"{config.trainer.max_steps} steps"])
-    with pytest.raises(ValueError, match="callbacks:Ema: 12 steps"):
-        resolve(make_config("launch.device=cpu", "trainer.callbacks=[callbacks:Ema]"))

@@ -125,14 +125,6 @@ def test_a_watchdog_barks_once_progress_stops(
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
 
 
-def test_a_closed_watchdog_and_one_without_timeout_are_silent():
-    barked: list[str] = []
-    Watchdog(0.1, barked.append).close()
-    Watchdog(0.0, barked.append)
-    time.sleep(0.4)
-    assert barked == []
-
-
 def test_a_run_tells_all_that_it_is_asked_for(
     make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
 ):
