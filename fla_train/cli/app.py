@@ -72,7 +72,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str 
 
 
 def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str | None = None) -> None:
-    """Compose with each value of a sweep's overrides by itself.
+    """Check every value of a sweep's overrides.
 
     Raises:
         ValueError: names every value that does not fit, as `compose` does.
