@@ -190,7 +190,7 @@ def ours() -> Iterator[object]:
 
 
 @pytest.mark.usefixtures("in_a_folder_with_a_run")
-@pytest.mark.parametrize("command", ours())
+@pytest.mark.parametrize("command", [*ours()])
 def test_it_is_accepted_as_written(command: str, run_command: Callable, monkeypatch: pytest.MonkeyPatch):
     words = shlex.split(command)
     if "trainer.precision=fp8" in words:  # It needs a GPU with float8.
