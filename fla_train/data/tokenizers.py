@@ -140,8 +140,6 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> PreTr
 
 
 def _wrap(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
-    for token in (PAD, BOS, EOS):
-        backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

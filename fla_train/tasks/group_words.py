@@ -11,8 +11,6 @@ from fla_train.tasks.draws import below, draw
 from fla_train.tasks.groups import generators_first, make_group
 from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 
-_BLOCK = 1024  # sequences generated at a time, so that the work stays in the cache
-
 
 class GroupWords(Task):
     """The word problem of a finite group.
@@ -101,36 +99,24 @@ class GroupWords(Task):
         return generators_first(group, allowed)[:count]
 
     def _generate(self, keys: np.ndarray) -> Batch:
-        input_ids = np.empty((len(keys), self.seq_len), dtype=np.int64)
-        labels = np.empty_like(input_ids)
-        if self.bos:
-            input_ids[:, 0] = self.bos_id
-            labels[:, 0] = IGNORE
-        for start in range(0, len(keys), _BLOCK):
-            rows = slice(start, start + _BLOCK)
-            self._fill(keys[rows], input_ids[rows, self.bos :], labels[rows, self.bos :])
-        return Batch.of(input_ids, labels, length=self.length)
-
-    def _fill(self, keys: np.ndarray, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Write the sequences of `keys` [b] into `input_ids` and `labels`, both [b, length]."""
         k = self.tokens_per_element
         elements = below(draw(keys, self.length // k), len(self.elements))  # [length / k, b]
         if len(self.elements) < self.group.order:
             elements = self.elements[elements]
-        products = self._running_products(elements)
-        if k == 1:
-            input_ids[:] = elements.T
-            labels[:] = products.T
-            return
-        input_ids[:] = self.filler_id
-        input_ids[:, ::k] = elements.T
+        products = self._running_products(elements).T
+        input_ids = np.full((len(keys), self.seq_len), self.filler_id)
+        labels = np.full_like(input_ids, IGNORE)
+        if self.bos:
+            input_ids[:, 0] = self.bos_id
+        input_ids[:, self.bos :: k] = elements.T
+        answers = labels[:, self.bos :]
         if self.label_incomplete:
             # Each product holds from the last token of its element to the one before the next is complete.
-            labels[:, : k - 1] = 0
-            labels[:, k - 1 :] = np.repeat(products.T, k, axis=1)[:, : self.length - k + 1]
+            answers[:, : k - 1] = 0
+            answers[:, k - 1 :] = np.repeat(products, k, axis=1)[:, : self.length - k + 1]
         else:
-            labels[:] = IGNORE
-            labels[:, k - 1 :: k] = products.T
+            answers[:, k - 1 :: k] = products
+        return Batch.of(input_ids, labels, length=self.length)
 
     def _running_products(self, elements: np.ndarray) -> np.ndarray:
         """[steps, b]: the products of elements[: t + 1] for each t; one table look-up per step for all b."""

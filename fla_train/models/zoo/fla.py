@@ -7,6 +7,8 @@ from types import ModuleType
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from fla_train.utils.errors import described
+
 PACKAGE = "flash-linear-attention"
 
 
@@ -37,5 +39,4 @@ def import_models() -> ModuleType:
     except Exception as failure:  # any error, with an unsupported torch or triton
         if isinstance(failure, ModuleNotFoundError) and failure.name == "fla":
             raise ValueError(f"this model needs the package {PACKAGE}: pip install {PACKAGE}") from None
-        cause = f"{type(failure).__name__}: {failure}"
-        raise ValueError(f"{PACKAGE} is installed and can't be imported ({cause})") from failure
+        raise ValueError(f"{PACKAGE} can't be imported ({described(failure)})") from failure
