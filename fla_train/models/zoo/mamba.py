@@ -7,7 +7,7 @@ transformers' Mamba.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
@@ -132,14 +132,11 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=logits)
 
-    def _prepare_cache_for_generation(self, *_: object) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *_: object
+    ) -> None:
         logger.warning_once("signed_mamba has no cache: each new token reads all tokens again")
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object
-    ) -> dict[str, Tensor | None]:
-        """Return all tokens for a whole pass."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        generation_config.use_cache = model_kwargs["use_cache"] = False
 
 
 AUTO_CLASSES = {AutoModelForCausalLM: SignedMambaForCausalLM}
