@@ -163,9 +163,10 @@ class CheckpointManager:
         self._agreed = True
 
     def _gather(self, value: str | None) -> list[str | None]:
-        """Return the values of all ranks."""
+        """Return the values of all ranks. A single rank does not wait for its GPU."""
         values = [value] * self._world
-        dist.all_gather_object(values, value)
+        if self._world > 1:
+            dist.all_gather_object(values, value)
         return values
 
     def _report(self, error: str | None, seconds: float = 0.0, warning: str | None = None) -> None:

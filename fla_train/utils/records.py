@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from fla_train.utils.errors import described
 from fla_train.utils.filesystem import write_whole
 
 logger = logging.getLogger(__name__)
@@ -41,17 +42,13 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else (), start=1):
         try:
             record = json.loads(line.decode())
-            if not isinstance(record, dict) or not _is_step(record.get("step")):
-                raise ValueError("not a JSON object whose step is a number from 0 to 2^53")
-        except (ValueError, RecursionError) as error:
-            _warn(path, number, str(error))
+            # A larger step would make names too long for a file system.
+            if type(record["step"]) not in (int, float) or not 0 <= record["step"] <= 2**53:
+                raise ValueError("its step is not a number from 0 to 2^53")
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            _warn(path, number, described(error))
             record = None
         yield line, record
-
-
-def _is_step(value: object) -> bool:
-    """Return whether a value can be a step. A larger number would make names too long for a file system."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 2**53
 
 
 @cache
