@@ -215,9 +215,7 @@ def train_step(
 
 def _run_pass(engine, number: int, batch: Batch, divisor: Tensor, features: Sequence[Callback]) -> Tensor:
     """Run a micro-batch's forward and backward pass. Return its loss, detached and without added terms."""
-    inputs = _inputs(batch, divisor)
-    for feature in features:
-        inputs |= feature.model_inputs(number, batch)
+    inputs = _inputs(number, batch, divisor, features)
     for feature in features:
         if (loss := feature.run_pass(inputs)) is not None:
             return loss.detach()
@@ -249,9 +247,7 @@ def precompile_step(
     batch = Batch(*batch)
 
     def work() -> tuple[Tensor, Sequence[Tensor | None]]:
-        inputs = _inputs(batch, divisor)
-        for feature in features:
-            inputs |= feature.model_inputs(0, batch)
+        inputs = _inputs(0, batch, divisor, features)
         return gradients_of(engine.module, leaves, inputs, bf16=engine.torch_autocast_enabled())
 
     try:
@@ -271,10 +267,16 @@ def gradients_of(
     return loss.detach(), torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
 
 
-def _inputs(batch: Batch, divisor: Tensor) -> dict[str, Any]:
-    """Return a micro-batch as keyword arguments of the model, which divides the summed loss by `divisor`."""
+def _inputs(number: int, batch: Batch, divisor: Tensor, features: Sequence[Callback]) -> dict[str, Any]:
+    """Return micro-batch `number` as keyword arguments of the model, with those that features add.
+
+    The model divides the summed loss by `divisor`.
+    """
     fields = batch._replace(continues=None)._asdict() | {"num_items_in_batch": divisor}
-    return {name: value for name, value in fields.items() if value is not None}
+    inputs = {name: value for name, value in fields.items() if value is not None}
+    for feature in features:
+        inputs |= feature.model_inputs(number, batch)
+    return inputs
 
 
 def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
