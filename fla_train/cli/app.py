@@ -62,11 +62,11 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str 
     with _hydra(config_name, config_dir) as compose_with:
         try:
             config = compose_with(overrides)
+            errors = addition_errors(repo, config, overrides)
         except Exception as failure:
-            errors = override_errors(repo, overrides, compose_with)
             # Errors that show only in combination have no single override to blame.
-            raise ValueError("\n  ".join(errors) if errors else one_line(failure)) from failure
-        if errors := addition_errors(repo, config, overrides):
+            errors = override_errors(repo, overrides, compose_with) or [one_line(failure)]
+        if errors:
             raise ValueError("\n  ".join(errors))
         return config
 
