@@ -24,8 +24,8 @@ ASSUMED_GPU, ASSUMED_MFU = "H100", 0.4
 # Memory of GPUs in GB, and the fraction of it that the estimate may use.
 GPU_SIZES, USABLE = (40, 80), 0.95
 CHECKPOINT_BYTES, EXPORT_BYTES = 12, 4  # per parameter: fp32 weight and two moments; weight
-# Minimum number of sequences for a precise validation loss.
-ENOUGH_SEQUENCES = 32
+# Minimum numbers for a precise validation loss.
+ENOUGH_SEQUENCES, ENOUGH_DOCUMENTS = 32, 20
 # Tolerated ratio of requested tokens to the tokens on a subset's card, because tokenizers differ.
 MORE_TOKENS = 1.2
 
@@ -49,6 +49,7 @@ class RunPlan:
         training_tokens: tokens of the training split; None if it is streamed or not prepared.
         validation_tokens: tokens of the validation split by component of a mixture ("" without a mixture);
             None: not prepared.
+        validation_documents: documents of these splits.
         unigram_entropy: entropy of the validation split, nats per token.
         data_folder: the prepared data; None: not prepared.
     """
@@ -66,6 +67,7 @@ class RunPlan:
     data_bytes: int | None
     training_tokens: int | None
     validation_tokens: dict[str, int] | None
+    validation_documents: dict[str, int] | None
     unigram_entropy: float | None
     data_folder: str | None
 
@@ -117,6 +119,8 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
     width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
+    parts = data.parts().items() if data else ()
+    held_out = {name: part.manifest["splits"]["validation"] for name, part in parts}
     return RunPlan(
         request=request,
         config=config,
@@ -130,8 +134,8 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
         run_bytes=_run_bytes(config, count.total),
         data_bytes=to_prepare and width * to_prepare,
         training_tokens=None if config.data.stream else train.get("tokens"),
-        validation_tokens=data
-        and {name: part.manifest["splits"]["validation"]["tokens"] for name, part in data.parts().items()},
+        validation_tokens=data and {name: split["tokens"] for name, split in held_out.items()},
+        validation_documents=data and {name: split["documents"] for name, split in held_out.items()},
         unigram_entropy=validation.get("unigram_entropy"),
         data_folder=str(data.folder) if data else None,
     )
@@ -231,8 +235,8 @@ def _data_lines(plan: RunPlan) -> list[str]:
     training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
     lines = [f"data         {data.source}: training {training}, validation {sum(tokens.values()):,}"]
     return lines + [
-        f"warning      the validation split{name and f' of {name}'} has {count:,} tokens, "
-        f"{count // seq_len:,} sequences: its loss is rough or missing (raise data.validation_fraction)"
-        for name, count in tokens.items()
-        if count < ENOUGH_SEQUENCES * seq_len
+        f"warning      the validation split{name and f' of {name}'} has {documents:,} documents, "
+        f"{tokens[name] // seq_len:,} sequences: its loss is rough or missing (set data.validation_fraction)"
+        for name, documents in plan.validation_documents.items()
+        if documents < ENOUGH_DOCUMENTS or tokens[name] < ENOUGH_SEQUENCES * seq_len
     ]
