@@ -46,6 +46,7 @@ def text_of(page: Path) -> str:
     if page.suffix == ".md":
         return page.read_text()
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(page.read_text())["cells"]]
+    cells = [(kind, text.removeprefix("%%writefile reflections.py\n")) for kind, text in cells]
     return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
 
 

@@ -25,7 +25,7 @@ SIZES = {"micro_batch_size": st.integers(1, 32), "seq_len": st.integers(2, 4096)
 
 
 def test_the_example_config_has_no_error(make_config: Make):
-    assert resolve(make_config()).accumulation == 256 // (32 * 2)
+    assert resolve(make_config()).config.num_accumulated == 256 // (32 * 2)
     for override in ("schedule=constant", "trainer.global_batch_tokens=auto"):
         resolve(make_config(override))
 
@@ -136,7 +136,7 @@ def test_auto_is_the_nearest_batch_that_ranks_and_micro_batch_divide(
     launch = replace(auto.launch, num_processes=processes)
     plan = resolve(replace(auto, trainer=replace(auto.trainer, **sizes), launch=launch))
     unit, tokens = micro_batch_size * seq_len * processes, plan.config.trainer.global_batch_tokens
-    assert tokens == unit * plan.accumulation
+    assert tokens == unit * plan.config.num_accumulated
     below = target // unit  # the nearest multiple is this one or the next, but for 0
     assert all(abs(tokens - target) <= abs(n * unit - target) for n in (max(1, below), below + 1))
 
