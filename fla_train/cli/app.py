@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.overrides import (
+    GROUPS,
     addition_errors,
     as_written,
     one_line,
@@ -49,7 +50,7 @@ usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
 
 docs/configuration.md explains every key, docs/cli.md the exit status.
 """
-DEFAULTS = {name: ("experiment", "scale", "debug") for name in ("train", "prepare")}  # groups without a key
+DEFAULTS = dict.fromkeys(("train", "prepare"), GROUPS)
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:

@@ -30,7 +30,7 @@ MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_por
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
 PUBLISHING = ("hub.", "logger.wandb.", "trainer.suite")  # keys that a folder does not decide
 LOCAL = (("logger.wandb.mode", "offline"), ("logger.wandb.mode", "disabled"))
-RECIPES = ("experiment", "debug")  # groups whose files choose options of other groups
+RECIPES = ("experiment", "recipe", "debug")  # groups whose files choose options of other groups
 
 
 def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:

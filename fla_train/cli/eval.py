@@ -92,6 +92,8 @@ def main() -> None:
         try:
             compare(sys.argv[2:])
         except (ValueError, OSError) as error:
+            if os.environ.get("FLA_TRAIN_TRACEBACK"):
+                raise
             sys.exit(fail_by(error))
         return
     run_hydra("eval", register, task)

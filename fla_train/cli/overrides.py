@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.cli.scales import SCALES
 from fla_train.utils.overrides import flat, quote
 
+GROUPS = ("experiment", "scale", "recipe", "debug")  # groups without a key
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL)
 PARTS = ("model/batch", "model/size", "model/variant", "model/zoo")  # other options are composed of these
 
@@ -192,7 +193,7 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
         return None
     if is_dataclass(schema) and name in {field.name for field in fields(schema)}:
         return None
-    if key in ("experiment", "debug"):
+    if key in ("experiment", "recipe", "debug"):
         return "the first line of its file must be `# @package _global_`"
     if isinstance(node, DictConfig) and schema is dict and (name in node or parent not in ("", "model")):
         return None
@@ -201,7 +202,7 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
     content = OmegaConf.to_container(config, resolve=False)
     leaves = [leaf for leaf, _ in flat(content)]
     known = {".".join(leaf.split(".")[:i]) for leaf in leaves for i in range(1, leaf.count(".") + 2)}
-    known |= set(repo.get_group_options("", ObjectType.GROUP)) & {*content, "experiment", "debug", "scale"}
+    known |= set(repo.get_group_options("", ObjectType.GROUP)) & {*content, *GROUPS}
     if group == "model" and "source" in config.get("model", {}):
         return f"unknown key {key}: fields of this model's class are model.config.FIELD"
     return f"unknown key {key}{_did_you_mean(_closest(key, known - {key})) or ': --help lists them'}"

@@ -89,7 +89,12 @@ def move_folder(source: Path, target: Path) -> None:
         OSError: the parent folder can't be written.
     """
     former = _move_aside(target)
-    os.rename(source, target)
+    try:
+        os.rename(source, target)
+    except BaseException:
+        with suppress(OSError):  # there was no former folder
+            os.rename(former, target)
+        raise
     sync(target.parent)
     delete(former)
 
@@ -149,6 +154,9 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         # A concurrent process holds it, or has just moved it to `folder`.
         if not mine:
             raise ValueError(f"another process writes {folder}: wait for it, or give another folder")
+        if not folder.exists():
+            with suppress(FileNotFoundError):  # a kill between the moves of `move_folder` left the former one
+                os.rename(folder.with_name(DELETING + folder.name), folder)
         for rest in aside.iterdir():
             delete(rest)
         try:

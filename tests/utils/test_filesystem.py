@@ -67,6 +67,14 @@ def test_the_target_of_a_link_is_replaced(tmp_path: Path) -> None:
         assert (tmp_path / "link").is_symlink()
 
 
+def test_the_former_folder_comes_back_after_a_kill_between_both_moves(tmp_path: Path) -> None:
+    make(tmp_path / ".deleting-folder", "former")
+    make(tmp_path / ".writing-folder", "new")
+    with pytest.raises(RuntimeError), replaced_folder(tmp_path / "folder"):
+        raise RuntimeError
+    assert contents(tmp_path) == {"folder/file": "former"}
+
+
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
     with replaced_folder(tmp_path / "folder") as aside:
         with pytest.raises(ValueError, match="another process writes"):
