@@ -1,5 +1,6 @@
 """`suite.expressivity`: accuracy on the synthetic task that a model was trained on."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial, reduce
@@ -29,7 +30,10 @@ def expressivity_jobs(session: Session, settings: ExpressivityConfig, trained: T
         ValueError: the task has no length.
     """
     for name, test in _tests(trained, settings).items():
+        # The file of a custom class: edited code is another task.
+        code = Path(inspect.getfile(type(test))).stat() if is_own(trained.kind) else None
         request = asdict(settings) | {"trained": asdict(trained)}
+        request["code"] = code and [code.st_size, code.st_mtime_ns]
         yield Job("expressivity", name, request, partial(_measure, session, settings, trained, name, test))
 
 
@@ -79,7 +83,8 @@ def _measure(
         scores.append(TaskScore.of(task, logits, batch))
     total = reduce(add, [score for part in ranks.gather(scores) for score in part])
     common = {"documents": settings.sequences, "higher_is_better": True}
-    common["fingerprint"] = repr((trained, name, settings.sequences))
+    data = trained.kind, trained.options, trained.tests.get(name), name, settings.sequences
+    common["fingerprint"] = repr(data)  # without the settings of training, which do not change the test
     chance = {"token_accuracy": task.chance}
     scores = [
         Score("expressivity", name, metric, value, chance=chance.get(metric), **common)

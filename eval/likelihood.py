@@ -46,11 +46,13 @@ def log_likelihoods(
         progress: show a progress bar over requests.
 
     Raises:
-        ValueError: a continuation is empty or longer than `max_length`.
+        ValueError: an empty context, or a continuation that is empty or longer than `max_length`.
         torch.OutOfMemoryError: the GPU's memory is too small for a single request.
     """
     groups: dict[tuple[int, ...], list[int]] = {}  # requests by context
     for i, (context, continuation) in enumerate(requests):
+        if not context:
+            raise ValueError(f"request {i} has no token of context")
         if not 0 < len(continuation) <= max_length:
             raise ValueError(
                 f"the continuation of request {i} has {len(continuation)} tokens, not 1 to {max_length}: "

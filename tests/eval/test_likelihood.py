@@ -99,4 +99,6 @@ def test_a_continuation_longer_than_the_window(build_model) -> None:
     requests = [([1], [1]), ([1], [1] * 61), ([1], [1] * 65)]
     with pytest.raises(ValueError, match=r"request 1 has 61 tokens, .*suite.max_length"):
         log_likelihoods(build_model().eval(), requests, max_length=60, batch_tokens=100)
+    with pytest.raises(ValueError, match="request 1 has no token of context"):  # of spaces alone
+        log_likelihoods(build_model().eval(), [([1], [1]), ([], [1])], max_length=60, batch_tokens=100)
     assert log_likelihoods(build_model().eval(), [], max_length=60, batch_tokens=100) == []
