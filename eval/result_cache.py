@@ -18,7 +18,7 @@ class Job:
     """One set or task to measure.
 
     Attributes:
-        section: `perplexity`, `needle` or `tasks`.
+        section: `perplexity`, `needle`, `tasks` or `expressivity`.
         name: of the set or task, in errors and in the name of its file.
         settings: everything that the result depends on besides the checkpoint. Plain JSON.
         work: measures it. All ranks call it together.
