@@ -75,9 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         nargs=len(SHAPE),
         metavar=("B", "T", "H", "K", "V", "N"),
-        default=MODEL_340M,
         help="explain the kernel selection for these numbers of sequences, tokens, heads, key and value "
-        f"channels and Householder steps (default: {' '.join(map(str, MODEL_340M))}, a 340M model)",
+        f"channels and Householder steps (default on a GPU: {' '.join(map(str, MODEL_340M))}, as 340m)",
     )
     parser.add_argument("--mixer", metavar="MODULE:CLASS", help="check a custom mixer only (docs/mixers.md)")
     options = "keyword arguments of its constructor"
@@ -107,7 +106,7 @@ def main() -> None:
     """Run the console command."""
     parser = build_parser()
     request = parser.parse_args()
-    if min(request.shape) < 1:
+    if request.shape is not None and min(request.shape) < 1:
         parser.error("--shape takes numbers of at least 1")
     if request.mixer is not None:
         try:
@@ -120,11 +119,12 @@ def main() -> None:
     from fla_train.kernels.delta_product import resolve_backend
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = request.shape or (MODEL_340M if device == "cuda" else None)
     try:
-        kernels = kernel_lines(request.shape, device)
+        kernels = [] if shape is None else ["", *kernel_lines(shape, device)]
     except ValueError as error:
         sys.exit(fail(error))
-    for line in [*environment_lines(), "", *kernels]:
+    for line in [*environment_lines(), *kernels]:
         print(line)
     default = os.environ.get("FLA_TRAIN_BACKEND") or resolve_backend("auto", torch.device(device))
     print(f"\nBackends against the fp64 recurrence (default here: {default})")

@@ -23,7 +23,7 @@ class TaskConfig:
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_sequences: int | None = key(None, at_least=1, resume="fixed")
     test_sequences: int = key(512, at_least=1)
-    batch_size: int = key(at_least=1, resume="fixed")
+    batch_size: int = key(64, at_least=1, resume="fixed")
     test_batch_size: int = key(128, at_least=1)
     curriculum: list[Any] = key(factory=list, resume="fixed")
     stop_at: list[Any] = field(default_factory=list)

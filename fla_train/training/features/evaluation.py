@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import reduce
 from itertools import pairwise
 from operator import add
@@ -25,6 +26,8 @@ from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.utils.filesystem import reason, write_whole
+from fla_train.utils.import_class import named_classes
+from fla_train.utils.overrides import assign
 from fla_train.utils.records import Record
 from fla_train.utils.timeline import Timeline
 
@@ -76,10 +79,10 @@ class Evaluation(Callback):
             *(f"  {shlex.join(command)}" for command in self.commands()),
         ]
 
-    def _naming(self, key: str = "mixer") -> list[str]:
+    def _naming(self) -> list[str]:
         """Return the option that permits a command to import a custom mixer; none for other mixers."""
         mixer = getattr(self.trainer.model.config, "mixer", None)
-        return [] if mixer is None else [f"{key}={mixer}"]
+        return [] if mixer is None else [f"mixer={mixer}"]
 
 
 class TextEvaluation(Evaluation):
@@ -136,10 +139,11 @@ class TextEvaluation(Evaluation):
         folder, step = self.trainer.folder, self.trainer.state.step
         export = f"checkpoint={folder.export(step)}"
         longer = [f"run.dir={folder.root}", f"trainer.max_steps={2 * step}"]
+        classes = named_classes(asdict(self.trainer.config))
         return [
             ["fla-generate", export, "prompt=def main(", *self._naming()],
             ["fla-eval", export, *self._naming()],
-            ["fla-train", *longer, *self._naming("model.mixer")],
+            ["fla-train", *longer, *(assign(*item) for item in classes.items())],
         ]
 
 
