@@ -130,10 +130,9 @@ class TextEvaluation(Evaluation):
     def facts(self, newest: Record) -> dict[str, str | None]:
         known = newest.get("validation_loss") is not None
         entropy = self.trainer.data.manifest["splits"]["validation"]["unigram_entropy"]
-        return {
-            "validation": _text_line(newest).removeprefix("validation ") if known else None,
-            "unigram entropy": None if entropy is None else f"{entropy:.4f} (of the same split's tokens)",
-        }
+        unigram = None if entropy is None else f"{entropy:.4f} (what token frequencies alone reach)"
+        validation = _text_line(newest).removeprefix("validation ") if known else None
+        return {"validation": validation, "unigram entropy": unigram}
 
     def commands(self) -> list[list[str]]:
         folder, step = self.trainer.folder, self.trainer.state.step
