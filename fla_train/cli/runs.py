@@ -110,9 +110,11 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
     others = [{key: value for key, value in row["differs"].items() if key != "seed"} for row in rows]
     frame["runs"] = [difference(settings) or row["model"] for settings, row in zip(others, rows, strict=True)]
+    frame["seed"] = [row["differs"].get("seed") for row in rows]
     groups = frame.groupby("runs", sort=False)
-    if (groups.size() > 1).any():
-        means = groups[keys].agg(["count", "mean", "std"])[groups.size() > 1]
+    several = groups["seed"].nunique() > 1
+    if several.any():
+        means = groups[keys].agg(["count", "mean", "std"])[several]
         lines += ["", "Mean and standard deviation of runs that differ in the seed only:"]
         lines.append(means.to_string(na_rep="-", float_format="{:.4f}".format))
     return "\n".join(lines)
