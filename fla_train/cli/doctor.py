@@ -35,6 +35,8 @@ def environment_lines() -> list[str]:
     import torch
 
     facts = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
+    del facts["time"], facts["command"]
+    facts["devices"] = ", ".join(facts["devices"]) or "no GPU: training runs on the CPU"
     facts["packages"] = ", ".join(
         f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
     )
