@@ -144,7 +144,8 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
     tokenizer = None if config.tokenizer.name == "bpe" else load_tokenizer(config.tokenizer, offline=offline)
     if tokenizer is not None and config.append_eos and tokenizer.eos_token_id is None:
         raise ValueError(
-            f"tokenizer {config.tokenizer.name} has no EOS: set data.tokenizer.eos_token or append_eos"
+            f"tokenizer {config.tokenizer.name} has no end-of-sequence token: set data.tokenizer.eos_token, "
+            "or data.append_eos=false"
         )
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
     settings = {key: getattr(config, key) for key in _SETTINGS}
