@@ -140,9 +140,10 @@ def _fill_machine(config: TrainConfig) -> None:
             )
         launch.num_processes, launch.num_machines = world, world // local
     elif launch.num_processes == AUTO:
-        one = launch.device == "cpu" or trainer.cuda_graph  # a CUDA graph needs a single process
-        gpus = 1 if one else torch.cuda.device_count()
-        launch.num_processes = max(1, gpus) * launch.num_machines
+        # A CUDA graph needs a single process.
+        single = launch.device == "cpu" or trainer.cuda_graph
+        processes = 1 if single else max(1, torch.cuda.device_count())
+        launch.num_processes = processes * launch.num_machines
     if trainer.precision == AUTO:
         trainer.precision = "bf16" if launch.device == "cuda" else "fp32"
     if trainer.global_batch_tokens == AUTO:

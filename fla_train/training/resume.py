@@ -117,8 +117,10 @@ def check_same_run(
         # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
         asked = config.task is None and (of_data or config.data.source == "local")
         folder = prepared_folder(config.data) if asked else None
-        # Without a folder the tokenizer has to be fetched first.
-        name = folder.name if folder else None if asked and of_data else state.data
+        if folder is not None:
+            name = folder.name
+        else:  # not asked, or the tokenizer has to be fetched first
+            name = None if asked and of_data else state.data
     if state.data not in (None, name):
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:

@@ -126,11 +126,8 @@ class FusedLoss:
             targets: [B, T].
         """
         packed = cu_seqlens is not None or len(args) > 1 or inputs.get("position_ids") is not None
-        inputs, targets, head = (
-            inputs | self._bounds(cu_seqlens),
-            targets.flatten(),
-            self.get_output_embeddings(),
-        )
+        inputs |= self._bounds(cu_seqlens)
+        targets, head = targets.flatten(), self.get_output_embeddings()
         if self.config.model_type not in HEADS:
             outputs = super().forward(*args, **inputs)
             return outputs, losses_of_logits(outputs.logits.flatten(0, 1), targets)
