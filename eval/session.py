@@ -20,7 +20,7 @@ class Session:
 
     Attributes:
         model: in eval mode.
-        tokenizer: of the model.
+        tokenizer: of the model; None for `suite.expressivity`.
         run: run folder of the checkpoint, if there is one.
         trained: length of the training sequences (tokens), None if not known.
         mirror: folder with local copies of data sets, see `local_datasets`; None: the Hub or its cache.
@@ -29,7 +29,7 @@ class Session:
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     run: Path | None = None
     trained: int | None = None
     mirror: str | None = None

@@ -81,7 +81,8 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
     repo = repository(config_dir)
     with _hydra(config_name, config_dir) as compose_with:
         store_sections(overrides, lambda chosen: compose_with(chosen, scaled=False))
-        # To explain errors takes a composed config for each override, to see that there are none far fewer.
+        # Most sweeps have no error, and a few whole jobs show that. Only to name errors is a config composed
+        # for each override.
         with suppress(Exception):
             if not any(addition_errors(repo, compose_with(job), job) for job in sample_jobs(overrides)):
                 return

@@ -225,7 +225,7 @@ def tokenize_source(
                 number, piece, future = pending.popleft()
                 invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
                 record = None if invalid else future.result()
-                # When the slice was begun, those before it were not finished: its limits may be too high.
+                # This slice began before the earlier ones were finished, so its limits may be too high.
                 if invalid or (left.reached_by(record) and tuple(record["limits"]) != left):
                     record = encoder.write(folder, number, piece, left)
                 yield record

@@ -213,6 +213,7 @@ class RunConfig:
 class TrainConfig:
     """Hold the root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
+    # The free keys are `MACHINE_KEYS` of `models/configuration.py`, which imports transformers.
     model: Any = key(resume="fixed", rules={"backend": "free", "recompute_operator": "free"})
     data: DataConfig = key(factory=DataConfig, resume="data")
     task: TaskConfig | None = None

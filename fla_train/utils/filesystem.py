@@ -92,7 +92,8 @@ def move_folder(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except BaseException:
-        with suppress(OSError):  # there was no former folder
+        # Move the former folder back, if one existed.
+        with suppress(OSError):
             os.rename(former, target)
         raise
     sync(target.parent)
@@ -155,7 +156,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         if not mine:
             raise ValueError(f"another process writes {folder}: wait for it, or give another folder")
         if not folder.exists():
-            with suppress(FileNotFoundError):  # a kill between the moves of `move_folder` left the former one
+            # Restore the former folder after a kill between the two moves of `move_folder`.
+            with suppress(FileNotFoundError):
                 os.rename(folder.with_name(DELETING + folder.name), folder)
         for rest in aside.iterdir():
             delete(rest)
