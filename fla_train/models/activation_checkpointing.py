@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 SELECTIVE = "selective"
 # Results of these operations are kept in selective mode. Norms, convolutions, SwiGLU, gates and the operator
 # are cheaper to recompute.
-_NAMES = (
-    "mm addmm _scaled_mm _flash_attention_forward _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_flash_attention_for_cpu"
-)
-KEPT = [getattr(torch.ops.aten, name).default for name in _NAMES.split()]
+KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 def checkpoint_activations(
