@@ -184,7 +184,7 @@ def _check_before_preparing(
         folder.check()
         # A misspelled run.dir would otherwise count as a new run.
         if not folder.config.is_file():
-            log(f"new run      {folder.root} holds none yet")
+            log(f"new run      in {folder.root}")
     elif is_rank():
         raise ValueError("give run.dir: ranks that another launcher has started can't agree on a new one")
     if config.task is None:
