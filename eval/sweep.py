@@ -133,8 +133,7 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
         for n in reached
         for metric, value in estimates[n].values().items()
     ]
-    drawn = {max(reached), *(n for n in config.panels if n <= max(config.lengths))}
-    ends = {n: [m for m in estimates if m <= n] for n in drawn}
+    ends = {n: [m for m in estimates if m <= n] for n in {*config.panels, max(reached)}}
     panels = {n: max(shorter) for n, shorter in ends.items() if shorter}
     curves = [curve for n, end in sorted(panels.items()) for curve in _curves(table, name, n, end)]
     notes = [DIFFERENT_TEXT] if len(reached) > 1 else []
