@@ -1,14 +1,15 @@
-"""python scripts/analysis/transitions.py CHECKPOINT FOLDER
+"""python scripts/analysis/transitions.py CHECKPOINT FOLDER [HEAD ...]
 
 Draw the state transitions that a model has learned for each token of its synthetic task, a figure for each
 layer: beta of every Householder step, the eigenvalues, and the effective dimension of the keys, for each
-head.
+head, or for the given heads.
 
 The transition of a head at a token is exp(g) prod_j (I - beta_j k_j k_j^T), applied from the left to the
 state.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -85,15 +86,15 @@ def transitions(model: nn.Module, ids: Tensor, kept: Tensor) -> list[Transitions
     return layers
 
 
-def draw(layer: Transitions, file: Path) -> None:
-    """Draw a column for each head: betas by token above, eigenvalues below."""
-    _, steps, heads = layer.beta.shape
+def draw(layer: Transitions, file: Path, heads: Sequence[int]) -> None:
+    """Draw a column for each of `heads`: betas by token above, eigenvalues below."""
+    steps = layer.beta.shape[1]
     with style():
-        figure = Figure(figsize=(2.6 * heads + 0.6, 5.2))
-        axes = figure.subplots(2, heads, squeeze=False)
+        figure = Figure(figsize=(2.6 * len(heads) + 0.6, 5.2))
+        axes = figure.subplots(2, len(heads), squeeze=False)
     values, dimensions = torch.linalg.eigvals(layer.matrices()), layer.effective_dimension()
     circle = np.exp(2j * np.pi * np.linspace(0, 1, 200))
-    for head, (above, below) in enumerate(axes.T):
+    for head, (above, below) in zip(heads, axes.T, strict=True):
         for j in range(steps):
             above.plot(layer.tokens, layer.beta[:, j, head], ".", label=f"Householder step {j + 1}")
         above.set(title=f"head {head}", xlabel="token id", ylim=(-0.1, 2.1))
@@ -105,19 +106,19 @@ def draw(layer: Transitions, file: Path) -> None:
     axes[0, 0].set_ylabel("beta")
     axes[1, 0].set_ylabel("imaginary part")
     axes[0, 0].legend(fontsize="x-small")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, metadata={"Date": None})
 
 
-def main(checkpoint: str, folder: Path) -> None:
-    """Draw layer-N.png for each recurrent layer."""
+def main(checkpoint: str, folder: Path, heads: Sequence[int] = ()) -> None:
+    """Draw layer-N.svg for each recurrent layer."""
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, "cuda" if torch.cuda.is_available() else "cpu", None)
     task = next(iter(tasks_for_testing(trained_task(model, source, None)).values()))
     kept = torch.as_tensor(task.elements) if isinstance(task, GroupWords) else torch.arange(task.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     for number, layer in enumerate(transitions(model, task.batch(range(SEQUENCES)).input_ids, kept)):
-        draw(layer, folder / f"layer-{number}.png")
+        draw(layer, folder / f"layer-{number}.svg", heads or range(layer.beta.shape[-1]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), [int(head) for head in sys.argv[3:]])

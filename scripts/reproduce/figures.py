@@ -125,6 +125,27 @@ def length_extrapolation(name: str) -> None:
         panels[0].figure.supxlabel("sequence accuracy at length 512, three seeds", fontsize=9)
 
 
+def starting_states(name: str) -> None:
+    """Draw losses minus those of DeltaNet from zero, for three kinds of documents and starting states."""
+    losses: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
+    for row in read("long-52m/losses.json")["rows"]:
+        losses.setdefault(row["documents"], {})[row["model"], row["start"]] = row["loss"]
+    lines = {"zero": "-", "passing": "--", "contiguous": ":"}
+    with figure(name, (7.5, 2.8), 1, 3) as panels:
+        for panel, (documents, curves) in zip(panels, losses.items(), strict=True):
+            base = curves["DeltaNet", "zero"]
+            for (model, start), loss in curves.items():
+                line = {"color": family_color(model), "linestyle": lines[start], "label": f"{model}: {start}"}
+                panel.plot([int(n) for n in loss], [loss[n] - base[n] for n in loss], **line)
+            panel.axvline(2048, **TRAINED)
+            length_axis(panel, [2048, 8192, 32768, 131072])
+            panel.set_title(documents)
+        drawing = panels[0].figure
+        drawing.supxlabel("context length (tokens)", fontsize=9)
+        drawing.supylabel("loss difference (nats)", fontsize=9)
+        drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+
+
 def labelled_lines(
     name: str,
     curves: Mapping[str, Sequence[tuple[int, float]]],
@@ -289,6 +310,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     "s5-inputs": partial(inputs, columns=S5_INPUTS, size=(7.5, 2.8)),
     "z60": partial(inputs, columns=Z60_INPUTS, size=(6.6, 2.8)),
     "length-extrapolation": length_extrapolation,
+    "starting-states": starting_states,
     "perplexity-50m": perplexity,
     "decoding": decoding,
     "operator": operator,

@@ -35,7 +35,7 @@ def test_a_permutation_model_has_permutation_matrices(tmp_path: Path) -> None:
     assert 1 < layer.effective_dimension().item() <= 3
     export_model(symmetric(3).float(), None, tmp_path / "model", CardInfo(config=TASK))
     draw_transitions(str(tmp_path / "model"), tmp_path / "figures")
-    assert (tmp_path / "figures/layer-0.png").is_file()
+    assert (tmp_path / "figures/layer-0.svg").is_file()
 
 
 def test_matrices_are_what_the_operator_does_to_a_state() -> None:
