@@ -1,6 +1,5 @@
 """`suite.expressivity`: accuracy on the synthetic task that a model was trained on."""
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial, reduce
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 import fla_train.models.auto  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import ExpressivityConfig
 from fla_train.eval.result import Measured, Score
-from fla_train.eval.result_cache import Job
+from fla_train.eval.result_cache import Job, describe_code
 from fla_train.eval.session import Session
 from fla_train.hub.load import training_record
 from fla_train.tasks import Score as TaskScore
@@ -30,10 +29,7 @@ def expressivity_jobs(session: Session, settings: ExpressivityConfig, trained: T
         ValueError: the task has no length.
     """
     for name, test in _tests(trained, settings).items():
-        # The file of a custom class: edited code is another task.
-        code = Path(inspect.getfile(type(test))).stat() if is_own(trained.kind) else None
-        request = asdict(settings) | {"trained": asdict(trained)}
-        request["code"] = code and [code.st_size, code.st_mtime_ns]
+        request = asdict(settings) | {"trained": asdict(trained), "code": describe_code(type(test))}
         yield Job("expressivity", name, request, partial(_measure, session, settings, trained, name, test))
 
 

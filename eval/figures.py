@@ -83,9 +83,9 @@ def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
                 if any(16 * (result.trained_length or length) <= length for result in results):
                     below.set_xscale("log", base=2)
                 _bound(below)
-        for panel in axes[:, 0]:
-            panel.set_ylabel(metric.replace("_", " "))
+                below.set_visible(bool(below.lines))
         for panel in axes.flat:
+            panel.set_ylabel(metric.replace("_", " "))
             _mark_training(panel, results)
     return True
 

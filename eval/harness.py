@@ -1,6 +1,7 @@
 """Bridge to lm-eval: our checkpoints as an lm-eval model, and a job for each task."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -13,6 +14,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
+from lm_eval.evaluator_utils import get_sample_size
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
@@ -24,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fla_train.eval.config import SuiteConfig
 from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.memory import in_halves
-from fla_train.eval.parallel import ALONE, OTHER_RANK, Ranks
+from fla_train.eval.parallel import OTHER_RANK, Ranks
 from fla_train.eval.result import Measured
 from fla_train.eval.result_cache import Job
 from fla_train.eval.scores import task_scores
@@ -63,8 +65,8 @@ class FlaTrainLM(HFLM):
             `auto`: what fills a GPU with our models, the most that fit with others, 8 on a CPU. A batch that
             exceeds the GPU's memory is computed in halves.
         device: of a model that is loaded here; None: CUDA if there is one.
-        ranks: processes that evaluate together, each with the model loaded; None leaves parallelism to `HFLM`
-            and `accelerate launch`.
+        ranks: processes that evaluate together, each with the model loaded; None: those that `HFLM` finds, as
+            under `accelerate launch`.
         options: further arguments of `HFLM`. By default, `add_bos_token` and `prefix_token_id` are those of
             the training for models that were trained here.
     """
@@ -105,33 +107,25 @@ class FlaTrainLM(HFLM):
         if self._ours and self.batch_size == "auto":
             self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)
         self._truncated: set[str] = set()
-        self._ranks = ranks
-        if ranks is not None:
-            self._rank, self._world_size = ranks.rank, ranks.world
+        self._ranks = ranks or Ranks(self.rank, self.world_size)
+        self._rank, self._world_size = self._ranks.rank, self._ranks.world
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's values, one after the other."""
-        if self._ranks is None:
-            return super().all_gather(tensor)
         return torch.cat([values.reshape(-1) for values in self._ranks.gather(tensor.cpu())])
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
-        if self._ranks is None:
-            super().barrier()
-        else:
-            self._ranks.gather(None)
+        self._ranks.gather(None)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list | None:
         """Return every rank's `obj` on rank `dst`, None on the others."""
-        if self._ranks is None:
-            return super().gather_object(obj, dst)
         values = self._ranks.gather(obj)
         return values if self.rank == dst else None
 
     def pop_truncated(self) -> int:
         """Return the number of prompts that lost their beginning since the last call, on all ranks."""
-        prompts = set().union(*(self._ranks or ALONE).gather(self._truncated))
+        prompts = set().union(*self._ranks.gather(self._truncated))
         self._truncated = set()
         return len(prompts)
 
@@ -211,16 +205,24 @@ def task_jobs(
         try:
             with local_datasets(mirror), redirect_stdout(sys.stderr):  # stdout is for the table
                 loaded = manager.load([name])
+                # lm-eval fails on a rank without examples, so rank 0 runs small tasks alone.
+                few = any(
+                    min(len(task.eval_docs), get_sample_size(task, suite.limit) or math.inf) < lm._ranks.world
+                    for task in loaded["tasks"].values()
+                )
+                lm._world_size = 1 if few else lm._ranks.world
                 children = {child for names in loaded["group_map"].values() for child in names}
                 everything = {**loaded["groups"], **loaded["tasks"]}
-                results = simple_evaluate(
-                    lm,
-                    tasks=[item for key, item in everything.items() if key not in children],
-                    task_manager=manager,
-                    bootstrap_iters=BOOTSTRAP,
-                    log_samples=True,  # for their hashes and contributions
-                    **options,
-                )
+                results = None
+                if not (few and lm.rank):
+                    results = simple_evaluate(
+                        lm,
+                        tasks=[item for key, item in everything.items() if key not in children],
+                        task_manager=manager,
+                        bootstrap_iters=BOOTSTRAP,
+                        log_samples=True,  # for their hashes and contributions
+                        **options,
+                    )
         except OTHER_RANK:
             raise
         except Exception as failure:  # a data set's code may raise anything; the other tasks still run

@@ -71,7 +71,7 @@ class Curve:
     Attributes:
         data: data set.
         metric: `perplexity` or `bits_per_byte`.
-        length: tokens of the panel of the figure that shows the curve.
+        length: tokens of each sequence that count; the figure has a row of panels for each length.
         sequences: how many sequences each point averages.
         edges: point i covers the tokens edges[i] <= t < edges[i + 1].
         value: one number for each point.

@@ -1,5 +1,6 @@
 """Results of single sets and tasks on disk: an interrupted evaluation resumes after the last one."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -7,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fla_train.data.files import describe_files
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult, Measured
 from fla_train.utils.filesystem import write_whole
@@ -55,6 +57,11 @@ def run_jobs(
                 result.add(measured)
         except ValueError as failure:
             result.errors[job.name] = str(failure)
+
+
+def describe_code(target: type) -> list[dict[str, Any]]:
+    """Return the identity of the file that defines a class: edited code has other results."""
+    return describe_files([(target.__name__, Path(inspect.getfile(target)))])
 
 
 def _read(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from fla_train.eval.figures import draw_figures
 from fla_train.eval.needle import needle_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult, find_result, unique
-from fla_train.eval.result_cache import Job, run_jobs
+from fla_train.eval.result_cache import Job, describe_code, run_jobs
 from fla_train.eval.session import Session
 from fla_train.eval.sets import mirror_folder
 from fla_train.eval.sweep import perplexity_jobs
@@ -26,6 +26,7 @@ from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.flops import count_parameters
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
+from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import open_lock, try_lock
 
@@ -77,7 +78,9 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         suite=asdict(config.suite),
         environment=describe_environment(str(model.device)) | {"dtype": dtype},
     )
-    identity = {"checkpoint": result.checkpoint, "files": result.files, "dtype": dtype}
+    mixer = getattr(model.config, "mixer", None)
+    code = mixer and describe_code(import_object(mixer))
+    identity = {"checkpoint": result.checkpoint, "files": result.files, "dtype": dtype, "mixer": code}
     try:
         with ExitStack() as held:
             with ranks.together():
@@ -227,5 +230,5 @@ def _checkpoint_files(source: Path | str, model: PreTrainedModel) -> list:
     """Return name, size and time of each file that results depend on, or the commit on the Hub."""
     if isinstance(source, str):
         return [getattr(model.config, "_commit_hash", None)]
-    files = sorted(f for f in source.iterdir() if f.is_file() and f.suffix not in (".md", ".png", ".py"))
+    files = sorted(f for f in source.iterdir() if f.is_file() and f.suffix not in (".md", ".png"))
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]

@@ -133,9 +133,8 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
         for n in reached
         for metric, value in estimates[n].values().items()
     ]
-    ends = {n: [m for m in estimates if m <= n] for n in {*config.panels, max(reached)}}
-    panels = {n: max(shorter) for n, shorter in ends.items() if shorter}
-    curves = [curve for n, end in sorted(panels.items()) for curve in _curves(table, name, n, end)]
+    panels = sorted({max(reached), *config.panels} & estimates.keys())
+    curves = [curve for n in panels for curve in _curves(table, name, n)]
     notes = [DIFFERENT_TEXT] if len(reached) > 1 else []
     if missing := [n for n in sorted(config.lengths) if n not in reached]:
         reason = f"the model has positions for {limit:,} tokens" if max(missing) > limit else "too few tokens"
@@ -143,7 +142,7 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
     return Measured(scores, curves, notes)
 
 
-def _curves(table: LossTable, name: str, panel: int, length: int) -> Iterator[Curve]:
+def _curves(table: LossTable, name: str, length: int) -> Iterator[Curve]:
     """Yield the curves of perplexity and bits per byte over the sequences that reach `length`."""
     points = [(start, end, e.values(), e.sequences) for start, end, e in table.by_position(length)]
     edges = [points[0][0], *(end for _, end, *_ in points)]
@@ -151,4 +150,4 @@ def _curves(table: LossTable, name: str, panel: int, length: int) -> Iterator[Cu
         values = [found[metric] for *_, found, _ in points if metric in found]
         if len(values) == len(points):
             columns = {key: [getattr(v, key) for v in values] for key in ("value", "low", "high")}
-            yield Curve(name, metric, panel, points[0][-1], edges, **columns)
+            yield Curve(name, metric, length, points[0][-1], edges, **columns)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash scripts/demo.sh [RUN_DIR]        (or `make demo`, which installs first)
 #
-# The whole path in under ten minutes on two CPU cores: check the machine, train a small Gated DeltaProduct on the
+# The whole path in about ten minutes on two CPU cores: check the machine, train a small Gated DeltaProduct on the
 # source text of Python's standard library, kill the run in the middle, resume it, evaluate, plot, generate, and load
 # the result with plain transformers. With a GPU the same commands use it.
 set -euo pipefail

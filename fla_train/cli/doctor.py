@@ -16,39 +16,41 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from fla_train.cli.app import fail, interruptible
 from fla_train.cli.version import add_version
+from fla_train.data.config import DataConfig, cache_folder
 from fla_train.utils.environment import describe_environment
 from fla_train.utils.errors import described
-
-if TYPE_CHECKING:  # imports torch: seconds, which --version and --help do not need
-    from fla_train.kernels.delta_product.selfcheck import CheckReport
 
 SHAPE = ("batch", "tokens", "heads", "key_dim", "value_dim", "num_householder")
 MODEL_340M = (16, 2048, 8, 128, 128, 2)  # a micro-batch of model=gated_delta_product/340m
 
 
-def environment_lines() -> list[str]:
-    """Return versions, devices, and tools that a training run may need."""
+def environment(device: str) -> dict[str, Any]:
+    """Return versions, devices, free disk space, and tools that a training run may need."""
     import torch
 
-    facts = describe_environment("cuda" if torch.cuda.is_available() else "cpu")
+    facts = describe_environment(device)
     del facts["time"], facts["command"]
     facts["devices"] = ", ".join(facts["devices"]) or "no GPU: training runs on the CPU"
     facts["packages"] = ", ".join(
         f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
     )
     facts["threads"] = torch.get_num_threads()
-    if torch.cuda.is_available():
+    if device == "cuda":
         from triton import knobs
 
         ptxas = knobs.nvidia.ptxas  # from Triton, or from TRITON_PTXAS_PATH
         facts["CUDA"] = f"{torch.version.cuda}, ptxas {ptxas.version} ({ptxas.path})"
+    for name, path in (("data cache", cache_folder(DataConfig())), ("this folder", Path.cwd())):
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        facts[name] = f"{path}, {shutil.disk_usage(existing).free / 1e9:,.0f} GB free"
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     facts["C compiler"] = compiler or "MISSING: Triton needs one to launch kernels"
-    return [f"{name:<13}{value}" for name, value in facts.items()]
+    return facts
 
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
@@ -103,59 +105,57 @@ def check_mixer(path: str, options: dict[str, Any]) -> bool:
     return all(ok)
 
 
-@interruptible()
-def main() -> None:
-    """Run the console command."""
-    parser = build_parser()
-    request = parser.parse_args()
-    if request.shape is not None and min(request.shape) < 1:
-        parser.error("--shape takes numbers of at least 1")
-    if request.mixer is not None:
-        try:
-            sys.exit(0 if check_mixer(request.mixer, request.mixer_options) else 1)
-        except ValueError as error:
-            sys.exit(fail(error))
+def check_machine(shape: Sequence[int] | None, verbose: bool) -> bool:
+    """Print the environment, the kernels and a line per backend; return whether every backend is correct.
+
+    Raises:
+        ValueError: no kernel supports the shape.
+    """
     import torch
 
     from fla_train.bench import backend_checks
     from fla_train.kernels.delta_product import resolve_backend
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = request.shape or (MODEL_340M if device == "cuda" else None)
-    try:
-        kernels = [] if shape is None else ["", *kernel_lines(shape, device)]
-    except ValueError as error:
-        sys.exit(fail(error))
-    for line in [*environment_lines(), *kernels]:
-        print(line)
+    for name, value in environment(device).items():
+        print(f"{name:<13}{value}")
+    if shape is not None or device == "cuda":
+        print("", *kernel_lines(shape or MODEL_340M, device), sep="\n")
     default = os.environ.get("FLA_TRAIN_BACKEND") or resolve_backend("auto", torch.device(device))
     print(f"\nBackends against the fp64 recurrence (default here: {default})")
     start = time.perf_counter()
     reports = []
     for report in backend_checks.run_checks(backend_checks.checks()):
         reports.append(report)
-        print_report(report, request.verbose)
-    bad = [report for report in reports if not report.ok]
-    seconds = time.perf_counter() - start
-    if bad:
-        names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
-        remedy = "set another model.backend"
-        if any(report.backend == "triton" for report in bad):
-            remedy += (
-                ", or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
-            )
-        print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {remedy}")
-        sys.exit(1)
-    print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
-
-
-def print_report(report: "CheckReport", verbose: bool) -> None:
-    """Print a line per report, and with `verbose` a line per comparison."""
-    print(f"  {'ok    ' if report.ok else 'FAILED'} {report.summary()}", flush=True)
-    if verbose:
-        for row in report.rows:
+        print(f"  {'ok    ' if report.ok else 'FAILED'} {report.summary()}", flush=True)
+        for row in report.rows if verbose else ():
             mark = " " if row.ok else "!"
             print(f"       {mark} {row.case:36s} {row.tensor:16s} {row.error:.2e} of {row.tolerance:.0e}")
+    bad = [report for report in reports if not report.ok]
+    seconds = time.perf_counter() - start
+    if not bad:
+        print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
+        return True
+    names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
+    remedy = "set another model.backend"
+    if any(report.backend == "triton" for report in bad):
+        remedy += ", or another assembler for Triton, TRITON_PTXAS_PATH=.../ptxas (12.8 and 13.5 were right)"
+    print(f"\nNOT READY ({seconds:.0f} s): {names} is wrong on this machine; {remedy}")
+    return False
+
+
+@interruptible()
+def main() -> None:
+    """Run the console command."""
+    request = build_parser().parse_args()
+    try:
+        if request.mixer is not None:
+            ok = check_mixer(request.mixer, request.mixer_options)
+        else:
+            ok = check_machine(request.shape, request.verbose)
+    except ValueError as error:
+        sys.exit(fail(error))
+    sys.exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

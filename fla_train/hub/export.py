@@ -28,6 +28,7 @@ from fla_train.hub.checksums import (
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_reported
 from fla_train.hub.remote_code import write_remote_code
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.utils.filesystem import replaced_folder, save_tokenizer
 
 
@@ -76,6 +77,9 @@ def export_model(
     with replaced_folder(folder) as aside:
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], dtype
+        # Other programs read this as the context. The model itself has no limit.
+        if card.seq_len and isinstance(config, DeltaProductConfig):
+            config.max_position_embeddings = card.seq_len
         if tokenizer is not None:
             save_tokenizer(tokenizer, aside)
             if (prefix := trained_prefix(vars(card), tokenizer)) is not None:

@@ -111,16 +111,14 @@ def load_file(path: str | Path) -> Any:
     """Map a file that `torch.save` wrote, so that only the tensors that are used are read.
 
     Raises:
-        ValueError: it refers to a type or function; none was called.
+        ValueError: it refers to a type or function, and none was called; or it can't be mapped.
     """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, RuntimeError) as error:
         # Torch wraps the cause in advice.
         cause = " ".join(str(error.__context__ or error).split())
-        raise ValueError(
-            f"{path} holds more than tensors and plain values and was not read: it could run code ({cause})"
-        ) from error
+        raise ValueError(f"{path} can't be read as tensors and plain values: {cause}") from error
 
 
 def _read_shards(folder: Path) -> list[dict[str, Any]]:

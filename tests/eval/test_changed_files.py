@@ -1,6 +1,7 @@
-"""Finished parts are not taken for those of documents or tasks that have changed since."""
+"""Finished parts are not used again after documents, tasks or code have changed."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,3 +57,22 @@ def test_tasks(result_of, write_task, quiz: list[dict]) -> None:
         return result_of(suite).scores[0].fingerprint
 
     assert prompts("{{question}}") != prompts("Q: {{question}}")
+
+
+def test_mixers(build_model, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = write(tmp_path / "own.jsonl", "all work and no play")
+    sets = PerplexityConfig(sets=[str(document)], lengths=[16], layout="documents")
+    config = EvalConfig("model", "out", mixer="scaled:Scaled", suite=SuiteConfig("p", sets))
+
+    def loss(scale: int) -> float:
+        monkeypatch.delitem(sys.modules, "scaled", raising=False)
+        lines = ["from fla_train.models.mixers.delta_product import DeltaProductMixer"]
+        lines += ["class Scaled(DeltaProductMixer):", "    def forward(self, x, context=None, cache=None):"]
+        lines += [f"        return {scale} * super().forward(x, context, cache)"]
+        Path("scaled.py").write_text("\n".join(lines))
+        if not Path("model").exists():
+            export_model(build_model(mixer="scaled:Scaled"), tokenizer, "model", CardInfo(seq_len=64))
+        return evaluate(config, progress=False)[1].scores[0].value
+
+    assert loss(1) == loss(1) != loss(1000)

@@ -87,7 +87,8 @@ def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, 
     folder = export_model(scholar, tokenizer, tmp_path / "run/hf/step-0000001", CardInfo(seq_len=48))
     lm = get_model("fla_train")(pretrained=str(tmp_path / "run"), device="cpu")
     assert isinstance(lm, FlaTrainLM) and lm.model.config.name_or_path == str(folder)
-    assert lm.max_length == 48 and lm.softmax_dtype == torch.float32
+    assert HFLM(str(folder), backend="causal", device="cpu").max_length == lm.max_length == 48
+    assert lm.softmax_dtype == torch.float32
     assert lm.prefix_token_id == tokenizer.eos_token_id
     assert lm.tok_encode("ab") == tokenizer.encode("ab", add_special_tokens=False)
     assert FlaTrainLM(scholar, tokenizer).prefix_token_id == tokenizer.bos_token_id

@@ -73,6 +73,7 @@ def test_two_ranks_find_what_one_finds(
     folder = write_task("quiz", rows, **CHOICES)
     # The second document, which the second of two ranks reads, has no choices.
     write_task("broken", [rows[0], rows[1] | {"choices": []}], **CHOICES)
+    write_task("single", rows[:1], **CHOICES)
     write_task("texts", rows[:5], **ROLLING | {"doc_to_target": "{{question}}"})
     # An odd number of prompts, of different lengths
     prompts = [row | {"question": "a " * (i % 3) + row["question"]} for i, row in enumerate(rows[:7])]
@@ -83,7 +84,7 @@ def test_two_ranks_find_what_one_finds(
     request = [
         f"checkpoint={checkpoint}", "device=cpu", "suite=demo", f"suite.perplexity.sets=[{file}]",
         "suite.perplexity.lengths=[8,64]", "suite.perplexity.bucket=8",
-        "suite.tasks=[quiz,broken,texts,recite]", f"suite.include_path={folder}",
+        "suite.tasks=[quiz,broken,single,texts,recite]", f"suite.include_path={folder}",
     ]  # fmt: skip
     outputs = [tmp_path / "one", tmp_path / "two"]
     alone, *said = run_command("fla-eval", *request, f"output={outputs[0]}")

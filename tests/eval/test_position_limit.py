@@ -109,7 +109,7 @@ def test_lengths_beyond_the_table_are_not_read(evaluated) -> None:
         assert result.model["positions"] == (LIMIT if ends else None)
         losses = [score for score in result.scores if score.metric == "loss"]
         assert [score.length for score in losses] == ([16, 32] if ends else [16, 32, 64])
-        assert [curve.edges[-1] for curve in result.curves[::2]] == [32, 32 if ends else 64]
+        assert [curve.edges[-1] for curve in result.curves[::2]] == ([32] if ends else [32, 64])
         assert all(math.isfinite(score.value) for score in losses)
         line = "texts was not read over 64 tokens: the model has positions for 32 tokens."
         assert (line in (folder / "table.md").read_text()) == ends
