@@ -96,7 +96,8 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
             result.seconds = round(time.time() - started, 1)
             if ranks.rank == 0:
                 result.save(folder / "results.json")
-                write_report(folder, [result])
+                write_tables(folder, [result])
+                draw_figures(folder, [result])
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(str(folder)) from stop
     return folder, result
@@ -130,12 +131,6 @@ def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path
     return jobs
 
 
-def write_report(folder: Path, results: Sequence[EvalResult]) -> None:
-    """Write the tables and figures of one evaluation, or of several side by side."""
-    write_tables(folder, results)
-    draw_figures(folder, results)
-
-
 def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalResult]:
     """Write tables and figures of finished evaluations side by side.
 
@@ -159,7 +154,8 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalRes
         if names.count(result.name) > 1:
             result.name = f"{result.name} ({place})"
     with output_lock(folder):
-        write_report(folder, results)
+        write_tables(folder, results)
+        draw_figures(folder, results)
     return results
 
 

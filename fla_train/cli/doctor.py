@@ -83,8 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         f"channels and Householder steps (default on a GPU: {' '.join(map(str, MODEL_340M))}, as 340m)",
     )
     parser.add_argument("--mixer", metavar="MODULE:CLASS", help="check a custom mixer only (docs/mixers.md)")
-    options = "keyword arguments of its constructor"
-    parser.add_argument("--mixer-options", type=json.loads, default={}, metavar="JSON", help=options)
+    parser.add_argument("--mixer-options", type=json.loads, default={}, metavar="JSON", help="its arguments")
     return parser
 
 

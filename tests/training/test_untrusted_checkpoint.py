@@ -107,6 +107,12 @@ def test_a_state_is_saved_only_if_it_can_be_read(tmp_path: Path, state: dict) ->
         assert is_loadable(state)
 
 
+def test_a_file_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"old\.pt"):
+        load_file(tmp_path / "old.pt")
+
+
 def test_random_states_come_back(tmp_path: Path):
     torch.save(random_states(), tmp_path / "rng.pt")
     expected = random.random(), np.random.rand(), torch.rand(1).item()
