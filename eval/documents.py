@@ -40,10 +40,7 @@ def run_data(run: Path | None) -> PreparedData:
     """
     config = run / "config.yaml" if run else None
     if config is None or not config.is_file():
-        raise ValueError(
-            "the checkpoint is not in a run folder, so its validation split is unknown: name documents with "
-            "'suite.perplexity.sets=[documents.parquet]'"
-        )
+        raise ValueError("the checkpoint has no run folder: name documents in suite.perplexity.sets=[FILE]")
     data = read_saved(config)["data"]
     data["tokenizer"]["name"] = kept_tokenizer(data["tokenizer"]["name"], run)
     node = OmegaConf.merge(OmegaConf.structured(DataConfig), data)
@@ -91,7 +88,7 @@ def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
         yield from source.texts()
     except ValueError as error:
         column = f"{setting.rpartition('.')[0]}.text_column"
-        line = str(error).replace(" (data.max_line_bytes)", "").replace("data.path", setting)
+        line = str(error).replace("data.path", setting)
         raise ValueError(line.replace("data.text_column", column)) from error
     except OSError as failure:
         raise ValueError(f"{setting}={path}: cannot be read ({failure.strerror})") from failure

@@ -17,9 +17,10 @@ from fla_train.eval.result import Measured, Score
 from fla_train.eval.result_cache import Job, describe_code
 from fla_train.eval.session import Session
 from fla_train.hub.load import training_record
-from fla_train.tasks import Score as TaskScore
-from fla_train.tasks import Task, TaskConfig, make_task, tasks_for_testing
-from fla_train.tasks.config import TEST_SEED, is_own, task_class
+from fla_train.tasks.config import TEST_SEED, is_own, make_task, task_class, tasks_for_testing
+from fla_train.tasks.score import Score as TaskScore
+from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.task import Task
 
 
 def expressivity_jobs(session: Session, settings: ExpressivityConfig, trained: TaskConfig) -> Iterator[Job]:
@@ -48,10 +49,7 @@ def trained_task(
         raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
     task = TaskConfig(**node)
     if is_own(task.kind) and permitted != task.kind and not trust:
-        raise ValueError(
-            f"the task is the Python class {task.kind}, which is imported only if you also name it: set "
-            f"suite.expressivity.task={task.kind}, or trust_remote_code=true"
-        )
+        raise ValueError(f"a file does not choose code: name it, suite.expressivity.task={task.kind}")
     return task
 
 

@@ -241,10 +241,7 @@ def task_jobs(
         if suite.num_fewshot:
             notes.append(f"{suite.num_fewshot} examples in each prompt (suite.num_fewshot).")
         if truncated:
-            notes.append(
-                f"{name}: {truncated} prompts are longer than the window of {lm.max_length} tokens and lost "
-                "their beginning (suite.max_length)."
-            )
+            notes.append(f"{name}: {truncated} prompts are cut to {lm.max_length} tokens (suite.max_length).")
         return Measured(task_scores(results, loaded["tasks"], loaded["groups"]), notes=notes)
 
     for name in suite.tasks:

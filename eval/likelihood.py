@@ -54,10 +54,7 @@ def log_likelihoods(
         if not context:
             raise ValueError(f"request {i} has no token of context")
         if not 0 < len(continuation) <= max_length:
-            raise ValueError(
-                f"the continuation of request {i} has {len(continuation)} tokens, not 1 to {max_length}: "
-                "set suite.max_length"
-            )
+            raise ValueError(f"a continuation has {len(continuation)} tokens, suite.max_length={max_length}")
         groups.setdefault(tuple(context[len(continuation) - max_length - 1 :]), []).append(i)
     contexts = list(groups)
 

@@ -91,10 +91,7 @@ def find_warnings(table: pd.DataFrame, sweep: pd.DataFrame) -> list[str]:
     for row in losses.itertuples():
         rates = sweep.learning_rate[sweep.model == row.model]
         if row.learning_rate in (rates.min(), rates.max()):
-            warnings.append(
-                f"{row.model}: the best learning rate, {row.learning_rate:g}, is at the edge of the sweep: "
-                "add learning rates beyond it"
-            )
+            warnings.append(f"{row.model}: the best rate, {row.learning_rate:g}, is at the edge of the sweep")
     for row in losses[np.isinf(losses.value)].itertuples():
         warnings.append(f"{row.model}: a seed diverged at the best learning rate, {row.learning_rate:g}")
     for row in table[(table.metric == FALL) & (table.value > TRANSIENT)].itertuples():

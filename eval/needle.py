@@ -151,10 +151,7 @@ def make_sample(
 
     frame = len(write(0)[1])
     if frame > budget:
-        raise ValueError(
-            f"a prompt of {task} and its answer need {frame + length - budget} tokens: raise "
-            "suite.needle.lengths, or lower suite.needle.answer_tokens"
-        )
+        raise ValueError(f"suite.needle.lengths: {length} tokens have no room for {task} and its answer")
     # Guess the number of units from their mean cost, correct it by the tokens of that text, then shrink.
     count = int((budget - frame) / haystack.cost)
     text, tokens = write(count)

@@ -145,10 +145,7 @@ def loss_table(
     if lengths and lengths[first := longest_first[0]] > chunk and not ours:
         ids = stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED))
         if problem := _cache_problem(model, ids, chunk):
-            raise ValueError(
-                f"the model ({model.config.model_type}) {problem}: cannot be read beyond a chunk of "
-                f"{chunk:,} tokens; raise suite.perplexity.chunk to the longest length"
-            )
+            raise ValueError(f"{model.config.model_type} {problem}: raise suite.perplexity.chunk")
 
     def read(members: Sequence[int]) -> list[np.ndarray]:
         rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]

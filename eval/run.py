@@ -119,9 +119,7 @@ def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path
 
         limit = session.limit
         if limit is not None and (suite.max_length or 0) > limit:
-            raise ValueError(
-                f"suite.max_length={suite.max_length}: the model has positions for {limit:,} tokens only"
-            )
+            raise ValueError(f"suite.max_length={suite.max_length}: the model has {limit:,} positions only")
         length = session.trained or trained_length(session.model)
         result.window = suite.max_length or min(length, limit or length)
         options = {"max_length": result.window, "batch_size": suite.batch_size, "ranks": session.ranks}
@@ -162,9 +160,7 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalRes
 def check_request(config: EvalConfig) -> None:
     """Raise a ValueError if the checkpoint or the mirror is missing, or the suite or the output is wrong."""
     if not config.checkpoint:
-        raise ValueError(
-            "give checkpoint=RUN: a run folder, an exported folder, or a Hub name such as user/model"
-        )
+        raise ValueError("give checkpoint=RUN: a run folder, an exported folder, or a Hub name")
     require_valid(config.suite, "suite.")
     mirror_folder(config.mirror)
     if config.output:
@@ -190,9 +186,7 @@ def check_output(folder: Path) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"{parent} is not a folder that can be written to: give another output")
     if any((folder / name).is_file() for name in ("config.yaml", "config.json", "manifest.json")):
-        raise ValueError(
-            f"{folder} holds a run, a checkpoint or a model: give a new folder, such as {folder}/eval/mine"
-        )
+        raise ValueError(f"{folder} holds a run, a checkpoint or a model: give a new folder")
 
 
 def _check_checkpoint(folder: Path, result: EvalResult, run: Path | None) -> None:
@@ -203,9 +197,7 @@ def _check_checkpoint(folder: Path, result: EvalResult, run: Path | None) -> Non
         return
     same_run = run is not None and Path(earlier.checkpoint).resolve().is_relative_to(run.resolve())
     if not same_run and earlier.checkpoint != result.checkpoint and earlier.files != result.files:
-        raise ValueError(
-            f"{folder} holds results of {earlier.checkpoint}, not of {result.checkpoint}: give another output"
-        )
+        raise ValueError(f"{folder} holds results of {earlier.checkpoint}: give another output")
 
 
 @contextmanager

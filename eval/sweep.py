@@ -111,9 +111,7 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
             estimates[trained] = read(*recut(documents, spans, size), (0, trained)).up_to(trained)
     reached = [n for n in sorted(config.lengths) if n in estimates]
     if not reached:
-        raise ValueError(
-            f"no document of {name} has {min(config.lengths)} tokens: lower suite.perplexity.lengths"
-        )
+        raise ValueError(f"no document of {name} reaches any of suite.perplexity.lengths: lower them")
 
     tokens = fingerprint(documents)
     scores = [

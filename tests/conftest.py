@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def run_command(
         module, code = import_module(f"fla_train.cli.{name.removeprefix('fla-')}"), 0
         monkeypatch.setattr(sys, "argv", [name, *words])
         if name == "fla-train":  # Workers that import ahead would cost seconds each.
-            monkeypatch.setattr(module, "importing_workers", lambda _: nullcontext())
+            monkeypatch.setattr(module, "import_ahead", lambda _: None)
         try:
             module.main()
         except SystemExit as end:

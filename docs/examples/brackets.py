@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from fla_train.tasks import Batch, Task
 from fla_train.tasks.draws import below, draw
+from fla_train.tasks.task import Batch, Task
 
 
 class Brackets(Task):

@@ -112,11 +112,7 @@ class Implementation:
 
 
 def compare(
-    work: Work,
-    implementations: Sequence[Implementation],
-    report: Report,
-    *,
-    graphs: bool = False,
+    work: Work, implementations: Sequence[Implementation], report: Report, *, graphs: bool = False
 ) -> Iterator[Row]:
     """Measure the implementations. One that fails or computes wrong numbers gets no time.
 

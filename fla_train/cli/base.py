@@ -72,10 +72,8 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
             if named_classes(composed).get(key) != value:
                 missing[key] = value
     if missing:
-        raise ValueError(
-            f"{run or weights} names code in {', '.join(missing)}, and a folder does not choose the imports: "
-            f"name it in the command too: {' '.join(shlex.quote(assign(*item)) for item in missing.items())}"
-        )
+        words = " ".join(shlex.quote(assign(*item)) for item in missing.items())
+        raise ValueError(f"{run or weights} names code, and a folder does not choose imports: add {words}")
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
@@ -84,11 +82,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         config = compose("train", overrides, config_dir=config_dir)
         changed = {key: value for key, value in left_out.items() if OmegaConf.select(config, key) != value}
         if options := [shlex.quote(assign(*item)) for item in changed.items() if item[0] not in given]:
-            print(
-                f"{run}: left out, since a folder does not decide what is published and evaluated; add what "
-                f"you want to keep: {' '.join(options)}",
-                file=sys.stderr,
-            )
+            print(f"{run} does not decide what is published; to keep: {' '.join(options)}", file=sys.stderr)
     return overrides
 
 
@@ -112,10 +106,7 @@ def check_run_or_start(overrides: Sequence[str]) -> None:
     keys = {o.key_or_group.split(".")[0] for o in parsed}
     run = next((o.value() for o in parsed if o.key_or_group == "run.dir"), None)
     if run and not keys & STARTS and not (Path(str(run)).expanduser() / "config.yaml").is_file():
-        raise ValueError(
-            f"run.dir={run} holds no run to resume; for a new one name what to train: experiment=, model= or "
-            "data= (fla-train --help lists them)"
-        )
+        raise ValueError(f"run.dir={run} holds no run: name experiment=, model= or data= for a new one")
 
 
 def _of_run(file: Path) -> dict[str, Any]:

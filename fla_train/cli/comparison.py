@@ -55,10 +55,7 @@ def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
     while count(most) < target and most < LARGEST:
         most *= 2
     if not count(1) <= target <= count(most):
-        raise ValueError(
-            f"{size.field} gives {count(1):,} (at {size.multiple}) to {count(most):,} parameters (at "
-            f"{most * size.multiple}), not {target:,}: name another field in `sizes`, or change the model"
-        )
+        raise ValueError(f"{size.field} gives {count(1):,} to {count(most):,} parameters, not {target:,}")
     upper = bisect_left(range(most), target, lo=1, key=count)
     return size.multiple * min(max(1, upper - 1), upper, key=lambda steps: abs(count(steps) - target))
 
@@ -166,10 +163,7 @@ class Comparison:
         for name, overrides in self.overrides.items():
             if earlier.get(name, overrides) != overrides and status(self.folder / name) != "new":
                 changed = ", ".join(sorted({*earlier[name]} ^ {*overrides}))
-                raise ValueError(
-                    f"{self.folder / name} was started with other overrides ({changed}): give a new "
-                    "--folder, or delete the runs that changed"
-                )
+                raise ValueError(f"{self.folder / name} has other overrides ({changed}): give a new --folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(earlier | self.overrides, indent=1) + "\n")
 

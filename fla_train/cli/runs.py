@@ -42,8 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_version(parser)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a sweep, or a folder of them")
     parser.add_argument(
-        "--metric",
-        help="key of metrics.jsonl to sort by, list and draw (default: validation_loss, and loss)",
+        "--metric", help="key of metrics.jsonl to sort by, list and draw (default: validation_loss, and loss)"
     )
     parser.add_argument("--png", metavar="FILE", help="draw the curves into this file")
     output = parser.add_mutually_exclusive_group()

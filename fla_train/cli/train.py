@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import datetime
 from itertools import compress
 from pathlib import Path
@@ -19,7 +18,7 @@ from omegaconf import DictConfig
 from fla_train.cli.app import INTERRUPTED, fail, flag_parser, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.utils.import_ahead import importing_workers
+from fla_train.utils.import_ahead import import_ahead
 from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
 from fla_train.utils.timeline import BEGAN, process_start
@@ -108,13 +107,10 @@ def main() -> None:
     """Run the console command."""
     os.environ[BEGAN] = str(process_start())
     end_without_collecting()
-    with importing_workers(sys.argv[1:]) if _trains_once(sys.argv[1:]) else nullcontext():
-        run_hydra("train", register, train, extend)
-
-
-def _trains_once(words: Sequence[str]) -> bool:
-    """Return whether a command starts the workers of a single run itself."""
-    return not is_rank() and not any(word.startswith(("-", "dry_run=")) for word in words)
+    # The command starts the workers of a single run itself.
+    if not is_rank() and not any(word.startswith(("-", "dry_run=")) for word in sys.argv[1:]):
+        import_ahead(sys.argv[1:])
+    run_hydra("train", register, train, extend)
 
 
 if __name__ == "__main__":

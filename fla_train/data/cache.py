@@ -45,10 +45,7 @@ class PreparedData:
         try:
             return load_saved(folder)
         except Exception as failure:
-            raise ValueError(
-                f"{folder} cannot be loaded ({reason(failure)[:300]}); delete {folder.parent} and run "
-                "fla-prepare again"
-            ) from failure
+            raise ValueError(f"{folder}: {reason(failure)[:300]}; delete {folder.parent}") from failure
 
     def parts(self) -> dict[str, "PreparedData"]:
         """Return {name: corpus}: the parts of a mixture, else this corpus, or a stream's head, as ""."""
@@ -143,10 +140,7 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
     # A bpe tokenizer follows from the corpus and its settings, so these identify it without training.
     tokenizer = None if config.tokenizer.name == "bpe" else load_tokenizer(config.tokenizer, offline=offline)
     if tokenizer is not None and config.append_eos and tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"tokenizer {config.tokenizer.name} has no end-of-sequence token: set data.tokenizer.eos_token, "
-            "or data.append_eos=false"
-        )
+        raise ValueError(f"{config.tokenizer.name} has no EOS token: set data.tokenizer.eos_token")
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
     settings = {key: getattr(config, key) for key in _SETTINGS}
     name = digest(source.description, identity, settings)

@@ -91,10 +91,7 @@ class TokenDataset:
         self._tokens = TokenStream(self.folder, split, manifest["dtype"], manifest["shards"])
         self._len = len(self._tokens) // seq_len
         if self._len == 0:
-            raise ValueError(
-                f"the {split} split of {self.folder} has {len(self._tokens)} tokens, fewer than one sequence "
-                f"of {seq_len}; use shorter sequences, more data or another data.validation_fraction"
-            )
+            raise ValueError(f"{self.folder} has fewer {split} tokens than one sequence of {seq_len}")
 
     def __len__(self) -> int:
         """Return the number of sequences per epoch."""

@@ -57,10 +57,8 @@ class Slice:
         for number, value in self.documents():
             text = "" if value is None else value
             if not isinstance(text, str):
-                raise ValueError(
-                    f"{self.where(number)}: '{self.config.text_column}' is {type(text).__name__}, not text; "
-                    "set data.text_column"
-                )
+                kind = type(text).__name__
+                raise ValueError(f"{self.where(number)}: '{self.config.text_column}' is {kind}, not text")
             try:
                 raw = text.encode()
             except UnicodeEncodeError as failure:  # JSON allows lone surrogates
@@ -73,11 +71,8 @@ class Slice:
 
     def check_length(self, number: int, size: int) -> None:
         """Raise `ValueError` if a document of `size` bytes is too long."""
-        if size > self.config.max_line_bytes:
-            raise ValueError(
-                f"{self.where(number)}: longer than {self.config.max_line_bytes:,} bytes; split or remove "
-                "it, or raise data.max_line_bytes"
-            )
+        if size > (limit := self.config.max_line_bytes):
+            raise ValueError(f"{self.where(number)}: longer than data.max_line_bytes={limit}: split it")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mixture of datasets: each has its share of the sequences, in a periodic, maximally even order."""
+"""Mixture of datasets: each has its share of the sequences, in a periodic, even order."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -76,25 +76,9 @@ def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
 def turns(shares: list[int]) -> np.ndarray:
     """[sum of shares] int64: the part whose turn it is at each position of the period.
 
-    Tijdeman's solution of the chairman assignment problem (1980): after every position, each of k parts has
-    had its exact share to within 1 - 1 / (2k - 2) turns. So any window holds each part's share to within 2
-    turns, and any window of whole periods exactly. With P the period, part i should have had n s_i / P turns
-    after n positions. Of the parts that lag by at least 1 / (2k - 2) after the next position, the one with
-    the earliest deadline has its turn.
+    The turns of each part are spread evenly: turn j of a part with s turns is due after (j + 1/2) / s of the
+    period.
     """
-    count, period = len(shares), sum(shares)
-    if count == 1:
-        return np.zeros(period, dtype=np.int64)
-    share = np.asarray(shares, dtype=np.int64)
-    slack = 2 * count - 2
-    never = np.iinfo(np.int64).max
-    had = np.zeros(count, dtype=np.int64)
-    out = np.empty(period, dtype=np.int64)
-    for n in range(period):
-        due = slack * ((n + 1) * share - period * had) >= period
-        # Having had x turns, a part must have its next by position ceil((x + 1 - 1 / slack) P / s).
-        deadline = -(-((had + 1) * slack - 1) * period // (share * slack))
-        out[n] = np.argmin(np.where(due, deadline, never))
-        had[out[n]] += 1
-    assert (had == share).all()
-    return out
+    parts = np.repeat(np.arange(len(shares)), shares)
+    due = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
+    return parts[np.argsort(due, kind="stable")]

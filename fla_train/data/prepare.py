@@ -92,10 +92,7 @@ def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | 
     prepared = open_prepared(paths.final)
     shards.check_files(prepared.folder, prepared.manifest, hashed=False)
     if commit is not None and prepared.commits().get("", commit) != commit:
-        raise ValueError(
-            f"{paths.final} holds commit {prepared.commits()['']} of {config.path}, and this run reads "
-            f"{commit}: delete that folder, or set another data.cache_dir, and the same command prepares it"
-        )
+        raise ValueError(f"{paths.final} holds another commit of {config.path} than {commit}: delete it")
     return prepared
 
 

@@ -109,8 +109,5 @@ class StreamDataset(TokenDataset):
     def _open_unchanged(self, config: DataConfig) -> Source:
         source = open_source(config, self._prepared.manifest["commit"])
         if source.description != self._prepared.manifest["source"]:
-            raise ValueError(
-                f"the stream's text has changed since {self.folder} was prepared: put {config.path} back as "
-                "it was, or begin another run"
-            )
+            raise ValueError(f"restore {config.path}: its text has changed since {self.folder} was prepared")
         return source

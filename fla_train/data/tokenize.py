@@ -270,10 +270,7 @@ def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Recor
     try:
         yield partial(pool.submit, _write)
     except BrokenProcessPool as failure:
-        raise Interrupted(
-            "a tokenizing process ended, perhaps for lack of memory: set a lower data.num_workers, and split "
-            "large .jsonl.gz files. The same command resumes from here."
-        ) from failure
+        raise Interrupted("a tokenizing process died (out of memory?): lower data.num_workers") from failure
     finally:
         ours.close()
         pool.shutdown(cancel_futures=True)

@@ -162,10 +162,7 @@ def load_tokenizer(
             return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
     except ValueError as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
-            raise ValueError(
-                f"{source} has no tokenizer: evaluate a model of a synthetic task with suite=expressivity, "
-                "or save the tokenizer in this folder"
-            ) from failure
+            raise ValueError(f"{source} has no tokenizer, which only suite=expressivity permits") from failure
         raise
 
 

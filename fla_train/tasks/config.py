@@ -55,7 +55,7 @@ def task_class(kind: str) -> type[Task]:
         ValueError: the kind does not exist, or the class can't be used.
     """
     if is_own(kind):
-        return import_class(kind, Task, "fla_train.tasks.Task")
+        return import_class(kind, Task, "fla_train.tasks.task.Task")
     if kind not in KINDS:
         raise ValueError(f"unknown task '{kind}'; choose one of {', '.join(KINDS)}, or package.module:Class")
     return KINDS[kind]

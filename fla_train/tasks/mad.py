@@ -189,13 +189,7 @@ class SelectiveCopying(Task):
 
     slice_key = "length"
 
-    def __init__(
-        self,
-        vocab_size: int = 16,
-        length: int = 256,
-        copies: int = 16,
-        **stream: Any,
-    ):
+    def __init__(self, vocab_size: int = 16, length: int = 256, copies: int = 16, **stream: Any):
         if vocab_size < 3 or copies < 1 or length < 2 * copies + 1:
             raise ValueError("selective copying needs 3 ids or more and a length of 2 copies + 1 or more")
         super().__init__(vocab_size=vocab_size, seq_len=length, **stream)

@@ -33,7 +33,7 @@ from fla_train.training.failures import TrainingFailed, describe_exit
 from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
 from fla_train.training.worker import FINAL
-from fla_train.utils.import_ahead import CPU_ONLY, start_worker
+from fla_train.utils.import_ahead import end_waiting_workers, start_worker
 from fla_train.utils.processes import available_cores, openmp_threads
 from fla_train.utils.timeline import BEGAN
 
@@ -222,7 +222,8 @@ class Agent(server.SimpleElasticAgent):
         else:
             common[process_group.STORE_PREFIX] = name
         if self._launch.device == "cpu":
-            common |= CPU_ONLY
+            # DeepSpeed reads these variables when it is imported.
+            common |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._step, self.begun = self._newest_step(), True
         for worker in worker_group.workers:
             own = {
@@ -232,6 +233,7 @@ class Agent(server.SimpleElasticAgent):
                 "TORCHELASTIC_ERROR_FILE": str(self._error_file(worker.local_rank)),
             }
             self._workers.append(start_worker(self._command, os.environ | common | own))
+        end_waiting_workers()
         self._signals.workers = self._workers
         return {rank: process.pid for rank, process in enumerate(self._workers)}
 

@@ -142,10 +142,7 @@ def make_callbacks(entries: Sequence[str | Mapping[str, Any]]) -> list[Callback]
         options = dict(entry) if isinstance(entry, Mapping) else {"class": entry}
         path = str(options.pop("class", ""))
         if ":" not in path:
-            raise ValueError(
-                f"{entry} does not name a class: write package.module:Class, or "
-                "{class: package.module:Class, option: value}"
-            )
+            raise ValueError(f"{entry} names no class: write package.module:Class, or a mapping with class")
         made = import_class(path, Callback, "fla_train.training.callback.Callback")
         try:
             callback = made(**options)

@@ -178,10 +178,7 @@ class CheckpointStore:
         if resume == "auto":
             return None
         if not (Path(resume) / MANIFEST).is_file():
-            raise ValueError(
-                f"trainer.resume={resume} is not a checkpoint: give a folder checkpoints/step-N of a run; to "
-                "begin with the weights of an exported model give init_from"
-            )
+            raise ValueError(f"trainer.resume={resume} is not a checkpoint (init_from reads an export)")
         return Path(resume), read_state(Path(resume))
 
     def choose(self, resume: str, warn: Callable[[str], None] = logger.warning) -> Path | None:
@@ -199,20 +196,14 @@ class CheckpointStore:
         present = self.list()
         if resume == "none":
             if present:
-                raise ValueError(
-                    f"{self.folder} holds {present[-1].name}, which trainer.resume=none would overwrite: use "
-                    "trainer.resume=auto to resume it, or another run.dir"
-                )
+                raise ValueError(f"{present[-1]} exists: use trainer.resume=auto, or another run.dir")
             return None
         if resume != "auto" and self.newest_state(resume)[0] == Path(resume):
             if error := find_error(Path(resume)):
                 raise ValueError(f"trainer.resume={resume} is not an intact checkpoint: {error}")
             if present and step_of(present[-1].name) > read_manifest(Path(resume))["step"]:
                 # A later `auto` would treat this checkpoint as one of this run.
-                raise ValueError(
-                    f"{self.folder} holds {present[-1].name}, which comes after {resume}: use "
-                    "trainer.resume=auto to resume from it, or another run.dir"
-                )
+                raise ValueError(f"{present[-1]} comes after {resume}: use trainer.resume=auto")
             return Path(resume)
         for checkpoint in reversed(present):
             error = find_error(checkpoint, self._run)

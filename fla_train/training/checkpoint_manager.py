@@ -105,10 +105,7 @@ class CheckpointManager:
             TrainingStopped: it could not be written.
         """
         if not self.is_saved(step):
-            raise TrainingStopped(
-                f"the checkpoint of step {step} could not be written ({self._error}): "
-                "free space and give the same command again; it resumes from the last intact checkpoint"
-            )
+            raise TrainingStopped(f"no checkpoint of step {step}: {self._error}; free space and start again")
 
     def close(self) -> None:
         """End the writer's process. No save may be in progress."""

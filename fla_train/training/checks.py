@@ -16,8 +16,6 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.features.initial_states import InitialStates
 from fla_train.training.optimizer import check_elementwise
 
-FLOAT8_CAPABILITY = (8, 9)  # minimum compute capability of a GPU
-
 # Conditions on a resolved config, by their names in errors.
 CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "a synthetic task": lambda c: c.task is not None,
@@ -28,7 +26,6 @@ CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "launch.context_parallel above 1": lambda c: c.launch.context_parallel > 1,
     "launch.device=cpu": lambda c: c.launch.device == "cpu",
     "launch.num_processes above 1": lambda c: c.launch.num_processes > 1,
-    "launch.overlap_communication=true": lambda c: c.launch.overlap_communication,
     "several micro-batches a step": lambda c: c.num_accumulated > 1,
     "trainer.activation_checkpointing=selective": lambda c: c.trainer.activation_checkpointing == SELECTIVE,
     "trainer.callbacks with after_loss": lambda c: any(
@@ -47,7 +44,6 @@ CONFLICTS: dict[str, tuple[str, ...]] = {
         "a model of another library",
         "a synthetic task",
         "data.contiguous=true",
-        "launch.overlap_communication=true",
         "model.mixer",
         "trainer.activation_checkpointing=selective",
         "trainer.initial_state other than zero",
@@ -78,10 +74,7 @@ def find_model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
 
             if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
-                yield (
-                    f"data.document_boundaries=true is not supported with {config.model['model_type']}: its "
-                    "layers carry a state across the documents of a packed row: set it to false"
-                )
+                yield f"data.document_boundaries=true is not supported with {config.model['model_type']}"
     except ValueError as error:
         yield str(error)
 
@@ -128,10 +121,7 @@ def _schedule_errors(config: TrainConfig) -> Iterator[str]:
         return
     after_warmup = trainer.max_steps - schedule.warmup(trainer.max_steps)
     if after_warmup < 0:
-        yield (
-            f"schedule.warmup_steps={schedule.warmup_steps} is longer than the run: use at most "
-            f"trainer.max_steps={trainer.max_steps}"
-        )
+        yield f"schedule.warmup_steps={schedule.warmup_steps} exceeds trainer.max_steps={trainer.max_steps}"
     elif (schedule.decay_steps or 0) > after_warmup:
         yield f"schedule.decay_steps={schedule.decay_steps} must lie in 0..{after_warmup}, the steps left"
 
@@ -145,22 +135,10 @@ def _optimizer_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def _launch_errors(config: TrainConfig) -> Iterator[str]:
-    launch = config.launch
-    if launch.machine_rank is not None and not 0 <= launch.machine_rank < launch.num_machines:
-        yield (
-            f"launch.machine_rank={launch.machine_rank} must lie in 0..{launch.num_machines - 1} "
-            f"(launch.num_machines={launch.num_machines})"
-        )
-    if launch.num_processes % launch.num_machines:
-        yield (
-            f"launch.num_processes={launch.num_processes} (all machines together) is not a multiple of "
-            f"launch.num_machines={launch.num_machines}"
-        )
-    if launch.num_processes % launch.context_parallel:
-        yield (
-            f"launch.context_parallel={launch.context_parallel} does not divide launch.num_processes="
-            f"{launch.num_processes}: use a divisor"
-        )
+    processes = config.launch.num_processes  # of all machines together
+    for name in ("num_machines", "context_parallel"):
+        if processes % (divisor := getattr(config.launch, name)):
+            yield f"launch.num_processes={processes} is not a multiple of launch.{name}={divisor}"
 
 
 def _device_errors(config: TrainConfig) -> Iterator[str]:
@@ -169,19 +147,11 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
         return
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = launch.num_processes // launch.num_machines
-    if present == 0:
-        yield "launch.device=cuda, but this machine has no usable GPU: use launch.device=cpu"
-    elif needed > present:
-        yield (
-            f"launch.num_processes={launch.num_processes} asks for {needed} GPUs on this machine, which has "
-            f"{present}: use launch.num_processes={present * launch.num_machines}"
-        )
-    elif config.trainer.precision == "fp8":
-        if (capability := torch.cuda.get_device_capability()) < FLOAT8_CAPABILITY:
-            yield (
-                "trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, this "
-                "one has {}.{}: set trainer.precision=bf16".format(*capability)
-            )
+    if needed > present:
+        remedy = f"launch.num_processes={present * launch.num_machines}" if present else "launch.device=cpu"
+        yield f"launch.num_processes={launch.num_processes} on GPUs: this machine has {present}, use {remedy}"
+    elif config.trainer.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        yield "trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper): set it to bf16"
 
 
 def _context_errors(config: TrainConfig) -> Iterator[str]:

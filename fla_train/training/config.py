@@ -18,10 +18,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.data.config import DataConfig
-from fla_train.hub.pushes import HubConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.tasks.settings import TaskConfig
 from fla_train.training.callback import make_callbacks
+from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key
 
@@ -172,7 +172,6 @@ class LaunchConfig:
     max_restarts: int = key(0, at_least=0)
     peak_tflops: float | None = key(None, above=0)
     rendezvous_timeout: float = key(600.0, above=0, at_most=1e9)  # torch's store counts ns in 64 bits
-    overlap_communication: bool = False
     context_parallel: int = key(1, at_least=1)
 
     @property
@@ -201,6 +200,23 @@ class WandbConfig:
 class LoggerConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = MISSING
+
+
+@dataclass
+class HubConfig:
+    repo_id: str | None = None
+    push_every: int = key(0, at_least=0)
+    private: bool = True
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    license: str | None = None
+    language: str | None = None
+    timeout: float = key(600.0, at_least=0)
+
+    def check(self) -> Iterator[str]:
+        if self.repo_id is not None and not is_hub_name(self.repo_id):
+            yield f"repo_id={self.repo_id} is not a name of the form user/model"
+        if self.repo_id is None and self.push_every:
+            yield "repo_id must be set with hub.push_every: the model's name on the Hub, user/model"
 
 
 @dataclass
@@ -295,17 +311,11 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
     if node.get("task") and (
         ignored := [text for text in overrides if text.lstrip("+").startswith(OF_THE_TASK)]
     ):
-        raise ValueError(
-            f"the task decides {', '.join(ignored)}: leave it out; task.batch_size, task.options and "
-            "task.train give batch, vocabulary and length"
-        )
+        raise ValueError(f"the task decides {', '.join(ignored)}: see task.batch_size, .options and .train")
     # A recipe for our family has set fields that other models do not have.
     if "source" in node.get("model", {}):
         if ignored := [key for key in keys if key.startswith("model.") and not key.startswith(ZOO_KEYS)]:
-            raise ValueError(
-                f"a {node['model']['model_type']} model does not have {', '.join(ignored)}: write "
-                "model.config.FIELD=... for the fields of its class"
-            )
+            raise ValueError(f"this model has no {', '.join(ignored)}: write model.config.FIELD=...")
         node["model"] = {key: node["model"][key] for key in ZOO_NODE}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
 

@@ -6,14 +6,8 @@
   needs it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from fla_train.training.optimizer import views_like
 
 
 def skip_cpu_operator() -> None:
@@ -65,53 +59,6 @@ def share_masters(zero) -> None:
     zero._link_all_hp_params()  # views of the old copies would keep their memory
 
 
-def step_with_separate_gradients(zero) -> None:
-    """Let one rank's `FlatAdamW` read the gradients of `collect_gradients` where autograd left them.
-
-    DeepSpeed's step reads a flat gradient of each group. The copy into it costs 1.3 ms of a 340M model's step
-    on one H100 (docs/dev/log.md), and 4 bytes per parameter until the end of the step.
-    """
-
-    def step(closure: None = None) -> None:
-        for i, group in enumerate(zero.optimizer.param_groups):
-            group["gradients"] = zero.averaged_gradients[i]
-        zero.optimizer.step()
-        for i, group in enumerate(zero.optimizer.param_groups):
-            del group["gradients"]
-            zero.averaged_gradients[i] = None
-        zero._lazy_init_hp_params_optimizer_state()  # DeepSpeed's step ends with this
-
-    zero.step = step
-
-
-def reduce_in_bf16(model: nn.Module) -> None:
-    """Let DeepSpeed's hooks reduce the gradients of all parameters in bf16.
-
-    Under torch's autocast the hooks ignore `communication_data_type`. They read an attribute of each
-    parameter instead, which DeepSpeed's config can set only for whole classes of modules.
-    """
-    for parameter in model.parameters():
-        parameter.comm_dtype = torch.bfloat16
-
-
-def collect_gradients(zero) -> None:
-    """Collect one contiguous gradient per parameter for one rank's `FlatAdamW`.
-
-    A parameter without a gradient gets zeros. Gradients of a CUDA graph may have any strides, and two
-    parameters may share one tensor.
-    """
-    assert dist.get_world_size() == 1
-    taken = set()
-    for i, group in enumerate(zero.bit16_groups):
-        zero.averaged_gradients[i] = []
-        for p in group:
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            if gradient.data_ptr() in taken:
-                gradient = gradient.clone()
-            taken.add(gradient.data_ptr())
-            zero.averaged_gradients[i].append(gradient)
-
-
 def reduce_gradients(zero) -> None:
     """Sum the ranks' gradients of a step and give each rank its partition in fp32, as the hooks would.
 
@@ -123,36 +70,13 @@ def reduce_gradients(zero) -> None:
         size = zero.partition_size[i]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
         flat = torch.empty(size * world, dtype=zero.communication_data_type, device=group[0].device)
-        flat[sum(p.numel() for p in group) :].zero_()
-        torch._foreach_copy_(views_like(gradients, flat), gradients)
+        sizes = [p.numel() for p in group]
+        *pieces, padding = flat.split([*sizes, len(flat) - sum(sizes)])
+        torch._foreach_copy_([x.view_as(p) for x, p in zip(pieces, group, strict=True)], gradients)
+        padding.zero_()
         del gradients
         zero.free_grad_in_param_list(group)
         partition = flat[rank * size : (rank + 1) * size]
         if world > 1:
             dist.reduce_scatter_tensor(partition, flat)
         zero.averaged_gradients[i] = [partition.float()]
-
-
-@contextmanager
-def wait_on_stream(zero) -> Iterator[None]:
-    """Make the compute stream, instead of the host, wait for the reductions inside the `with` block.
-
-    With `overlap_comm` DeepSpeed's host waits after each backward pass until all kernels have ended, so none
-    is queued when the next step begins (8% of a 340M step on four GPUs, docs/dev/log.md). Clearing gradients
-    and freeing their memory are ordered on the compute stream, so a wait of that stream is enough.
-    """
-    if not zero.overlap_comm:
-        yield
-        return
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-
-    def wait(*_: object) -> None:
-        accelerator.current_stream().wait_stream(zero.reduction_stream)
-
-    accelerator.synchronize = wait
-    try:
-        yield
-    finally:
-        del accelerator.synchronize

@@ -24,11 +24,11 @@ from fla_train.training import deepspeed_patches
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.optimizer import FlatAdamW, build_optimizer
+from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
 
 logger = logging.getLogger(__name__)
-# Elements that are gathered at once, or with overlap reduced at once: 200 MB of fp32.
+# Elements that are gathered at once: 200 MB of fp32.
 BUCKET_ELEMENTS = 50_000_000
 
 
@@ -74,10 +74,9 @@ class Outcome(HostTransfer):
         return StepResult(loss, norm, int(targets), bool(skipped), stop > 0)
 
 
-def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
+def deepspeed_config(config: TrainConfig) -> dict:
     """Return the whole DeepSpeed config. The batch, which `resolve` has checked, sets the accumulation."""
     trainer, launch = config.trainer, config.launch
-    overlap = on_gpu and launch.num_processes > 1 and launch.overlap_communication  # gloo has no streams
     return {
         "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
         "gradient_accumulation_steps": config.num_accumulated,
@@ -87,9 +86,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "zero_allow_untested_optimizer": True,  # DeepSpeed's list has no AdamW of torch
         "zero_optimization": {
             "stage": 2,
-            "overlap_comm": overlap,
-            # With overlap_comm the host would otherwise wait before each reduction to one rank.
-            "use_multi_rank_bucket_allreduce": True,
+            "overlap_comm": False,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -103,7 +100,7 @@ def deepspeed_config(config: TrainConfig, *, on_gpu: bool) -> dict:
         "torch_autocast": {
             "enabled": trainer.autocasts,
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # `reduce_in_bf16` names all parameters
+            "lower_precision_safe_modules": [],
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": trainer.gradient_reduction if launch.num_processes > 1 else "fp32",
@@ -132,7 +129,7 @@ def build_engine(model: nn.Module, config: TrainConfig):
         del os.environ[name]
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
-    settings = deepspeed_config(config, on_gpu=on_gpu)
+    settings = deepspeed_config(config)
     device = join(on_gpu=on_gpu)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
@@ -143,17 +140,11 @@ def build_engine(model: nn.Module, config: TrainConfig):
     model.to(device)
     if config.trainer.precision == "fp8":
         model.float8 = Float8Weights(model)
-    if settings["communication_data_type"] == "bf16":
-        deepspeed_patches.reduce_in_bf16(model)
-    optimizer = build_optimizer(model, config.optimizer, separate_gradients=config.launch.num_processes == 1)
-    engine, _ = accelerator.prepare(model, optimizer)
+    engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
     deepspeed_patches.share_masters(engine.optimizer)
-    if not engine.optimizer.overlap_comm:
-        deepspeed_patches.leave_gradients(engine)
-    if isinstance(optimizer, FlatAdamW):
-        deepspeed_patches.step_with_separate_gradients(engine.optimizer)
+    deepspeed_patches.leave_gradients(engine)
     return engine
 
 
@@ -199,10 +190,7 @@ def train_step(
             feature.after_backward(number)
 
     # Sum gradients and losses over ranks. Each rank then holds the gradient of its partition.
-    if isinstance(zero.optimizer, FlatAdamW):
-        deepspeed_patches.collect_gradients(zero)
-    elif not zero.overlap_comm:
-        deepspeed_patches.reduce_gradients(zero)
+    deepspeed_patches.reduce_gradients(zero)
     dist.all_reduce(sums)
     loss, grad_norm = sums[0], _grad_norm(zero.averaged_gradients)
 
@@ -224,8 +212,7 @@ def _run_pass(engine, number: int, batch: Batch, divisor: Tensor, features: Sequ
     for feature in features:
         total = feature.after_loss(total, outputs, batch, divisor)
     del outputs  # they may hold logits, whose memory the backward pass can use
-    with deepspeed_patches.wait_on_stream(engine.optimizer):
-        engine.backward(total, scale_wrt_gas=False)
+    engine.backward(total, scale_wrt_gas=False)
     return loss.detach()
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
-from fla_train.hub.pushes import HubPushes
 from fla_train.models.build import architecture, build_model_config, is_zoo
 from fla_train.training import worker
 from fla_train.training.agent import run_workers
 from fla_train.training.checkpoint import step_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import TrainingFailed
+from fla_train.training.features.pushes import Pushes
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, plan_lines
 from fla_train.training.preemption import Preempted, StopRequest
@@ -120,15 +120,12 @@ def _is_left_to_train(plan: RunPlan, folder: RunFolder) -> bool:
         log(f"run          {folder.root} is complete: {step:,} steps, model in {folder.export(step)}")
         log(f"             to train on, give {further}")
         if pushes_here(config):
-            pushes = HubPushes(config.hub, folder.root, config.model.get("mixer"), log)
+            pushes = Pushes(config, folder, log)
             pushes.resume(step)
             pushes.add(step)
-            pushes.finish(lambda doing: None)
+            pushes.wait(lambda doing: None)
     elif step > config.trainer.max_steps and folder.store.choose(config.trainer.resume, log) == newest[0]:
-        raise ValueError(
-            f"trainer.max_steps={config.trainer.max_steps} is below the {step} steps of {newest[0]}: give "
-            f"{step} or more, or another run.dir"
-        )
+        raise ValueError(f"trainer.max_steps={config.trainer.max_steps} is below the {step} of {newest[0]}")
     return not complete
 
 

@@ -68,9 +68,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
     checkpoint_activations(model, mode, preserve_rng_state=preserve)
     documents = config.task is None and config.data.document_boundaries
     if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
-        raise ValueError(
-            f"{type(model).__name__} does not keep packed documents apart: set data.document_boundaries=false"
-        )
+        raise ValueError(f"{type(model).__name__} does not support data.document_boundaries=true")
     return model
 
 
@@ -135,20 +133,14 @@ def check_initial_weights(config: TrainConfig) -> None:
         if name.removeprefix("config.") not in FREE_FIELDS + TOKEN_IDS and new.get(name) != old.get(name)
     ]
     if differing:
-        raise ValueError(
-            f"init_from={source} has another architecture: {', '.join(differing)}; leave these overrides out "
-            "to use its architecture"
-        )
+        raise ValueError(f"init_from={source} has another architecture: leave out {', '.join(differing)}")
     if config.task is not None:
         return
     tokenizer = tokenizer_source(source)
     if tokenizer is None:
         raise ValueError(f"init_from={source} has no tokenizer, so it can't train on text: choose task=")
     if not same_tokenizer(config.data.tokenizer, TokenizerConfig(name=tokenizer)):
-        raise ValueError(
-            f"init_from={source} was trained with another tokenizer than data.tokenizer.name="
-            f"{config.data.tokenizer.name}: set data.tokenizer.name={tokenizer}"
-        )
+        raise ValueError(f"init_from={source} has another tokenizer: set data.tokenizer.name={tokenizer}")
 
 
 def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrainedConfig:

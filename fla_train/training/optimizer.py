@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from fla_train.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from fla_train.utils.errors import described
@@ -73,13 +72,8 @@ def learning_rate(step: int, *, peak: float, max_steps: int, schedule: ScheduleC
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * height)
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, separate_gradients: bool = False
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Create the optimizer: AdamW, Muon (for the blocks' matrices, AdamW for the rest), or a custom one.
-
-    Args:
-        separate_gradients: replace AdamW with `FlatAdamW`, which reads one gradient per parameter.
 
     Raises:
         ValueError: a custom optimizer can't be imported. `check_elementwise` finds further errors.
@@ -87,8 +81,7 @@ def build_optimizer(
     if ":" in config.name:
         return _custom_optimizer(config, parameter_groups(model, config.weight_decay))
     matrices = hidden_matrices(model) if config.name == "muon" else []
-    adamw_class = FlatAdamW if separate_gradients and not matrices else torch.optim.AdamW
-    optimizer = adamw_class(
+    optimizer = torch.optim.AdamW(
         parameter_groups(model, config.weight_decay, without=matrices),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -161,55 +154,7 @@ def check_elementwise(config: OptimizerConfig) -> None:
             raise ValueError(f"optimizer.name={config.name} can't be used: {described(error)}") from error
         results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
     if not torch.allclose(*results, rtol=1e-4, atol=1e-6):
-        raise ValueError(
-            f"optimizer.name={config.name} needs whole matrices, and ZeRO-2 gives it flat partitions: use "
-            "one that updates each element by itself, or optimizer=muon"
-        )
-
-
-class FlatAdamW(torch.optim.AdamW):
-    """Apply fused AdamW to groups with one flat tensor of weights and one gradient per parameter."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update each group by its entry `gradients`, contiguous and in the order of the flat tensor.
-
-        The flat tensor may end with padding, which has no gradient and does not change. The kernel divides
-        the gradients by `grad_scale` in place, so no two may share memory.
-        """
-        for group in self.param_groups:
-            (flat,), gradients = group["params"], group["gradients"]
-            state = self.state[flat]
-            if not state:
-                state["step"] = torch.zeros((), device=flat.device)
-                state |= {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-            steps = list(state["step"].repeat(len(gradients)).unbind())
-            adamw(
-                views_like(gradients, flat),
-                gradients,
-                views_like(gradients, state["exp_avg"]),
-                views_like(gradients, state["exp_avg_sq"]),
-                [],
-                steps,
-                fused=True,
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            state["step"].copy_(steps[0])
-
-
-def views_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Return views of `flat` with the shapes of these tensors, one after another, without the padding."""
-    sizes = [tensor.numel() for tensor in tensors]
-    views = flat.detach().split([*sizes, flat.numel() - sum(sizes)])
-    return [view.view_as(tensor) for view, tensor in zip(views, tensors, strict=False)]
+        raise ValueError(f"optimizer.name={config.name} needs whole matrices, which ZeRO-2 cuts: use muon")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, without: Sequence[Tensor] = ()) -> list[dict]:

@@ -227,13 +227,12 @@ def _data_lines(plan: RunPlan) -> list[str]:
         lines = ["data         not prepared yet: fla-prepare does it, or the start of the run"]
         known, wanted = data.subset_tokens.get(str(data.name), math.inf), data.max_tokens or plan.tokens
         if wanted > MORE_TOKENS * known:
-            lines.append(
-                f"warning      data.name={data.name} has about {known / 1e9:.0f}B tokens, and "
-                f"{wanted / 1e9:.0f}B are wanted (data.max_tokens, or those of the run): choose a larger one"
-            )
+            amount = f"{known / 1e9:.0f}B of {wanted / 1e9:.0f}B tokens"
+            lines.append(f"warning      data.name={data.name} has {amount}: choose a larger one")
         return lines
     training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
-    lines = [f"data         {data.source}: training {training}, validation {sum(tokens.values()):,}"]
+    entropy = "" if plan.unigram_entropy is None else f", unigram entropy {plan.unigram_entropy:.4f}"
+    lines = [f"data         {data.source}: training {training}, validation {sum(tokens.values()):,}{entropy}"]
     return lines + [
         f"warning      the validation split{name and f' of {name}'} has {documents:,} documents, "
         f"{tokens[name] // seq_len:,} sequences: its loss is rough or missing (set data.validation_fraction)"

@@ -98,10 +98,7 @@ def check_address(host: str) -> None:
     """
     address = _own_address(host)
     if GLOO_INTERFACE not in os.environ and address is not None and ip_address(address).is_loopback:
-        raise ValueError(
-            f"launch.main_process_ip={host} is a loopback address on {socket.gethostname()}: give the main "
-            f"machine's address as all machines see it, or set {GLOO_INTERFACE}"
-        )
+        raise ValueError(f"launch.main_process_ip={host} is a loopback address: give one that others reach")
 
 
 def interface_towards(host: str) -> str | None:
@@ -139,10 +136,7 @@ def _own_address(host: str) -> str | None:
             # Connecting a datagram socket chooses a route and sends nothing.
             probe.connect(address)
             return probe.getsockname()[0]
-    except socket.gaierror as error:
-        raise ValueError(
-            f"launch.main_process_ip={host} is unknown on {socket.gethostname()} ({error.strerror}): "
-            "give the main machine's address as all machines see it"
-        ) from None
+    except socket.gaierror:
+        raise ValueError(f"launch.main_process_ip={host} is unknown on {socket.gethostname()}") from None
     except OSError:
         return None

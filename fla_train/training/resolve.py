@@ -22,7 +22,7 @@ from fla_train.data.prepare import check_first_document, prepare
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.push import check_access
 from fla_train.models.configuration import DeltaProductConfig
-from fla_train.tasks import training_task
+from fla_train.tasks.config import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
 from fla_train.training.checks import find_misfits, find_model_errors
 from fla_train.training.config import TrainConfig
@@ -134,10 +134,7 @@ def _fill_machine(config: TrainConfig) -> None:
     if is_rank():
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if launch.num_processes not in (AUTO, world):
-            raise ValueError(
-                f"launch.num_processes={launch.num_processes}, but {world} ranks were started: give the same "
-                "number on all machines, or leave it out"
-            )
+            raise ValueError(f"launch.num_processes={launch.num_processes}, but {world} ranks were started")
         launch.num_processes, launch.num_machines = world, world // local
     elif launch.num_processes == AUTO:
         # A CUDA graph needs a single process.
@@ -169,10 +166,7 @@ def _fill_vocabulary(config: TrainConfig, *, offline: bool) -> None:
         return
     fitting = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if asked is not None and asked < needed:
-        raise ValueError(
-            f"model.vocab_size={asked} is too small for the tokenizer's {needed} tokens: leave it out or set "
-            f"model.vocab_size={fitting}"
-        )
+        raise ValueError(f"model.vocab_size={asked} is below {needed} tokens: use model.vocab_size={fitting}")
     config.model["vocab_size"] = asked or fitting
 
 
@@ -219,16 +213,10 @@ def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
     if trainer.epochs is not None:
         in_epoch = prepared.manifest["splits"]["train"].get("tokens") if prepared else None
         if in_epoch in (None, float("inf")) or (config.data.stream and config.task is None):
-            raise ValueError(
-                f"trainer.epochs={trainer.epochs:g} needs prepared data or a task of fixed size: set "
-                "trainer.max_tokens or trainer.max_steps"
-            )
+            raise ValueError("trainer.epochs needs prepared data or a task of fixed size: set max_steps")
         tokens = round(trainer.epochs * in_epoch)
     if tokens is not None:
         trainer.max_steps = tokens // trainer.global_batch_tokens
         if trainer.max_steps == 0:
-            raise ValueError(
-                f"the run has {tokens:,} tokens, less than one step of {trainer.global_batch_tokens:,}: "
-                "raise trainer.max_tokens or trainer.epochs"
-            )
+            raise ValueError(f"trainer.max_tokens or epochs: {tokens:,} tokens are less than a step")
     config.schedule.warmup_steps = config.schedule.warmup(trainer.max_steps)

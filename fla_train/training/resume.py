@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_folder
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
-from fla_train.tasks import TaskConfig
+from fla_train.tasks.settings import TaskConfig
 from fla_train.training.checkpoint import CheckpointStore, TrainState, find_error
 from fla_train.training.config import TrainConfig
 from fla_train.training.run_folder import RunFolder
@@ -47,10 +47,7 @@ def agree_on_checkpoint(store: CheckpointStore, resume: str, log: Callable[[str]
     deadline = time.monotonic() + VISIBLE
     while not path.is_dir():
         if time.monotonic() > deadline:
-            raise ValueError(
-                f"{socket.gethostname()} does not see {path}, from which rank 0 starts: is run.dir one "
-                "folder that all machines share?"
-            )
+            raise ValueError(f"{socket.gethostname()} does not see {path}: do all machines share run.dir?")
         time.sleep(1.0)
     return path
 
@@ -124,10 +121,7 @@ def check_same_run(
     if state.data not in (None, name):
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:
-        raise ValueError(
-            f"{checkpoint} belongs to another run: {', '.join(errors)}; restore them, or use another run.dir "
-            "(with init_from=RUN to begin with the weights)"
-        )
+        raise ValueError(f"{checkpoint} belongs to another run: {', '.join(errors)}; or use init_from=RUN")
     return [text for key, text in changed.items() if rules[key] == "logged"]
 
 

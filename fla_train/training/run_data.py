@@ -15,7 +15,9 @@ from fla_train.data.mixture import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.kernels.context_parallel import ContextGroup, ContextPart
-from fla_train.tasks import Task, TaskConfig, curriculum_tasks, training_task
+from fla_train.tasks.config import curriculum_tasks, training_task
+from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.task import Task
 from fla_train.training.config import TrainConfig
 
 # Folder of a task, whose sequences are drawn while training and never stored.

@@ -78,9 +78,7 @@ class RunFolder:
                 run = self.root.parent.parent
                 raise ValueError(f"run.dir={self.root} is {what} of a run: give the run's folder, {run}")
         if jobs := sorted(file.parent.name for file in self.root.glob("[0-9]*/config.yaml")):
-            raise ValueError(
-                f"run.dir={self.root} holds the runs of a sweep: give run.dir={self.root / jobs[0]}"
-            )
+            raise ValueError(f"run.dir={self.root} is a sweep: give run.dir={self.root / jobs[0]}")
         root = self.root.absolute()
         existing = next(path for path in (root, *root.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -134,9 +132,7 @@ class RunLock:
             ValueError: it was renamed or deleted, or another trainer holds it now.
         """
         if not _is_at(self._root, self._identity):
-            raise ValueError(
-                f"run.dir={self._root} was renamed or deleted while it was trained: give its name"
-            )
+            raise ValueError(f"run.dir={self._root} was renamed or deleted while it was trained")
         if not _is_at(self._path, os.fstat(self._file.fileno())):
             # The file was deleted, and another trainer may have locked a new one.
             self._file.close()
@@ -154,9 +150,7 @@ class RunLock:
         while not try_lock(self._file.fileno()):
             if time.monotonic() > deadline:
                 self._file.close()
-                raise ValueError(
-                    f"another training process writes {self._root}: wait for it or give another run.dir"
-                )
+                raise ValueError(f"another training process writes {self._root}: give another run.dir")
             time.sleep(0.2)
 
 

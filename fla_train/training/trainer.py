@@ -305,10 +305,7 @@ class Trainer:
                 }
                 self.logger.step(record, skipped=result.skipped)
             if state.skipped_in_row >= trainer.max_skipped_steps:
-                raise TrainingStopped(
-                    f"the loss or its gradient was NaN, infinite or a spike in {state.skipped_in_row} "
-                    f"steps in a row, up to step {step}: lower optimizer.lr, or raise schedule.warmup_steps"
-                )
+                raise TrainingStopped(f"{state.skipped_in_row} steps in a row skipped: lower optimizer.lr")
         if finished:
             for feature in self.features:
                 feature.after_results(finished)
@@ -333,9 +330,7 @@ class Trainer:
         # With other types no checkpoint could be read again.
         for name, content in states.items():
             if not is_loadable(content):
-                raise TrainingStopped(
-                    f"the state of {name} can't be saved: it may hold tensors, numbers, text, dicts and lists"
-                )
+                raise TrainingStopped(f"the state of {name} holds more than tensors and plain values")
         stall = self.checkpoints.save(state, {name: content for name, content in states.items() if content})
         self.logger.record(
             {"step": state.step, "tokens": state.tokens, "checkpoint_stall_s": round(stall, 4)}
@@ -388,7 +383,7 @@ def build_features(trainer: Trainer) -> list[Callback]:
     if trainer.rank == 0 and config.trainer.suite_every:
         features.append(Suites())
     if trainer.rank == 0 and config.hub.repo_id is not None:
-        features.append(Pushes())
+        features.append(Pushes(config, trainer.folder, trainer.log))
     return features
 
 

@@ -1,132 +1,87 @@
 """Start workers that import modules while the launcher still composes and checks the config.
 
-Torch, models and trainer take seconds to import, in the launcher and again in a worker. `importing_workers`
-starts as many workers as the command is likely to need. `start_worker` passes the next worker its arguments
-once they are known. The workers of a restart import when they are started.
+Torch, models and trainer take seconds to import, in the launcher and again in a worker. `import_ahead` starts
+as many workers as the command is likely to need. `start_worker` passes the next one its arguments once they
+are known. The workers of a restart import when they are started.
 """
 
-import ctypes
 import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE, Popen
-from threading import Thread
 
-from fla_train.utils.processes import available_cores, module_command
+from fla_train.utils.processes import module_command
 
 COMMAND = module_command("fla_train.training.worker")
-AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer", "accelerate")
-# DeepSpeed reads these variables when it is imported.
-CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-# Environment variable with the number of the GPU that a waiting worker opens.
-GPU = "FLA_TRAIN_GPU"
-LONGEST_OPENING = 60.0  # seconds
+# Modules that do not depend on the device. DeepSpeed does, and the worker imports it later.
+AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer")
 DEVICES = Path("/dev")
 
-_waiting: list[tuple[Popen, dict[str, str]]] = []  # processes and their environments, the next one first
+_waiting: list[Popen] = []
 
 
-@contextmanager
-def importing_workers(overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Let workers import and wait for `start_worker` inside the `with` block. End unused workers after it.
+def import_ahead(overrides: Sequence[str]) -> None:
+    """Start a worker for each visible GPU, or one. They end with this process at the latest.
 
     Args:
-        overrides: overrides of the command, of which those of `launch` set number and device of the expected
-            workers. The default is one worker for each GPU, or one on the CPU.
+        overrides: overrides of the command. A smaller `launch.num_processes` limits the number.
     """
-    given = dict(text.split("=", 1) for text in overrides if "=" in text)
-    gpus = 0 if given.get("launch.device") == "cpu" else _count_gpus()
-    # Threads that spin while they wait slow down a shared CPU. The library reads this when it is loaded.
-    variables = {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-    variables |= CPU_ONLY if gpus == 0 else {}
-    try:
-        expected = int(given["launch.num_processes"]) // int(given.get("launch.num_machines", 1))
-    except (KeyError, ValueError, ZeroDivisionError):
-        expected = gpus
-    for number in range(max(1, min(expected, available_cores() - 1))):
-        own = variables | ({GPU: str(number)} if number < gpus else {})
-        _waiting.append((Popen(COMMAND, stdin=PIPE, env=own, start_new_session=True), own))
-    try:
-        yield
-    finally:
-        while _waiting:
-            _end(_waiting.pop()[0])
-
-
-def _count_gpus() -> int:
-    """Return the likely number of GPUs before torch is imported: 1 under WSL (dxg) or with AMD (kfd)."""
-    there = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(
-        list(DEVICES.glob("dxg")) + list(DEVICES.glob("kfd"))
-    )
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if listed is None else min(there, len([name for name in listed.split(",") if name]))
+    count = len(list(DEVICES.glob("nvidia[0-9]*")) if listed is None else listed.split(","))
+    for text in overrides:
+        name, _, value = text.partition("=")
+        if name == "launch.num_processes" and value.isdecimal():
+            count = min(count, int(value))
+    # Threads that spin while they wait slow down a shared CPU. The library reads this when it is loaded.
+    variables = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid())}
+    for _ in range(max(1, count)):
+        _waiting.append(Popen(COMMAND, stdin=PIPE, env=variables, start_new_session=True))
 
 
 def start_worker(command: Sequence[str], environment: Mapping[str, str]) -> Popen:
-    """Start `command` in a new session. Use a waiting worker if `command` is a worker.
-
-    A worker that has imported for a device other than the environment's is not used.
-    """
-    if list(command[: len(COMMAND)]) == COMMAND:
-        while _waiting:
-            worker, own = _waiting.pop(0)
-            if worker.poll() is None and all(own.get(name) == environment.get(name) for name in CPU_ONLY):
-                message = json.dumps([command[len(COMMAND) :], dict(environment), time.time()])
-                with suppress(BrokenPipeError):  # the worker has died, which the agent sees
-                    worker.stdin.write(message.encode() + b"\n")
-                    worker.stdin.close()
-                return worker
-            _end(worker)
-    return Popen(command, env=environment, start_new_session=True)
+    """Start `command` in a new session. Use a waiting worker if `command` is a worker."""
+    if not _waiting or command[: len(COMMAND)] != COMMAND:
+        return Popen(command, env=environment, start_new_session=True)
+    worker, message = _waiting.pop(), [command[len(COMMAND) :], dict(environment), time.time()]
+    with suppress(BrokenPipeError), worker.stdin:  # the worker has died, which the agent sees
+        worker.stdin.write(json.dumps(message).encode() + b"\n")
+    return worker
 
 
-def _end(worker: Popen) -> None:
-    worker.kill()
-    worker.communicate()
+def end_waiting_workers() -> None:
+    """End the workers that are not needed."""
+    while _waiting:
+        _waiting.pop().kill()
 
 
 def wait_for_arguments() -> float:
-    """Import modules, open the GPU, then receive arguments and environment from the launcher.
+    """Import modules, then receive arguments and environment from the launcher.
 
     Returns:
         Unix time at which the launcher sent them.
     """
-    opening = Thread(target=_open_gpu, daemon=True)
-    opening.start()
     # Collecting garbage while importing would cost a seventh of the time.
     gc.disable()
-    for name in AHEAD:
-        # The worker repeats the import later and logs its error.
-        with suppress(Exception):
+    # The worker repeats a failed import later and logs its error.
+    with suppress(Exception):
+        for name in AHEAD:
             import_module(name)
     gc.enable()
-    # The driver reads the environment, which is replaced below.
-    opening.join(LONGEST_OPENING)
     line = sys.stdin.readline()
     if not line:
-        sys.exit()  # the launcher has ended
-    sys.argv[1:], environment, given = json.loads(line)
+        sys.exit()  # the launcher does not need this worker, or has ended
+    arguments, environment, sent = json.loads(line)
+    sys.argv += arguments
     os.environ.clear()
     os.environ.update(environment)
+    import torch
+
     # Torch has already read the variable.
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return given
-
-
-def _open_gpu() -> None:
-    """Create the context that torch will use. It needs a second, in parallel to the imports (no GIL).
-
-    Errors recur when torch uses the GPU.
-    """
-    with suppress(KeyError, OSError):
-        number, cuda = int(os.environ[GPU]), ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), number) == 0:
-            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return sent

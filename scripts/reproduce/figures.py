@@ -250,11 +250,7 @@ def decoding(name: str) -> None:
 
 def operator(name: str) -> None:
     """Draw the milliseconds of the operator, forward and backward, compared with flash-linear-attention."""
-    names = {
-        (1, True): "Gated DeltaNet",
-        (2, True): "Gated DeltaProduct_2",
-        (1, False): "DeltaNet",
-    }
+    names = {(1, True): "Gated DeltaNet", (2, True): "Gated DeltaProduct_2", (1, False): "DeltaNet"}
     groups: dict[str, dict[str, float]] = {model: {} for model in names.values()}
     for row in read("benchmarks/operator-peers.json")["rows"]:
         peer = "fla" if row["kernel"].startswith("fla ") else "ours"

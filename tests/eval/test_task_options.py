@@ -34,7 +34,7 @@ def test_prompts_that_lose_their_beginning_are_counted(tasks, scholar, tokenizer
     for length, counts in ((20, {"quiz": 2, "recite": 2, "few": 1}), (60, {})):
         lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=length)
         notes = run_tasks(lm, ["quiz", "recite", "few"], include_path=tasks).notes
-        window = "prompts are longer than the window of 20 tokens"
+        window = "prompts are cut to 20 tokens"
         assert [note.partition(" are")[0] for note in notes if window in note] == [
             f"{name}: {count} prompts" for name, count in counts.items()
         ]

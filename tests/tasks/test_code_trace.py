@@ -8,8 +8,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from fla_train.tasks import IGNORE
 from fla_train.tasks.code_trace import CodeTrace
+from fla_train.tasks.task import IGNORE
 
 SETTINGS = [
     {"variables": 3, "length": 60},

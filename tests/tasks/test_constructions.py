@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.tasks import Tally
 from fla_train.tasks.group_words import GroupWords
+from fla_train.tasks.task import Tally
 from tests.tasks.constructions import cyclic, symmetric, two_layers
 
 LENGTH = 10_000

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.tasks import IGNORE, tally_by
 from fla_train.tasks.formal import LANGUAGES, TRAIN_LENGTHS, FormalLanguage
+from fla_train.tasks.task import IGNORE, tally_by
 
 
 def read_parity(word: list[str]) -> str:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.tasks import IGNORE, Tally, Task
 from fla_train.tasks.group_words import GroupWords
+from fla_train.tasks.task import IGNORE, Tally, Task
 
 S4 = list(itertools.permutations(range(4)))
 

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from fla_train.tasks import IGNORE
 from fla_train.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
+from fla_train.tasks.task import IGNORE
 
 
 def read_recall(inputs: list[int], half: int, top: int) -> list[tuple[list[int], list[tuple[int, int]]]]:

@@ -6,9 +6,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from fla_train.tasks import IGNORE, tally_by
 from fla_train.tasks.draws import draw, stream_keys, weighted_without_replacement, without_replacement
 from fla_train.tasks.mqar import MQAR, MQARSetting
+from fla_train.tasks.task import IGNORE, tally_by
 
 HARDEST = [MQARSetting(512, 64)]  # each as configs/experiment/mqar has it
 BASED = [

@@ -9,7 +9,8 @@ import pytest
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
-from fla_train.tasks import TaskConfig, make_task, training_task
+from fla_train.tasks.config import make_task, training_task
+from fla_train.tasks.settings import TaskConfig
 from fla_train.training.config import register, to_config, to_yaml
 from fla_train.utils.keys import find_errors
 
@@ -17,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 KIND = "brackets:Brackets"
 WRONG = """
 import numpy as np
-from fla_train.tasks import Batch, Task
+from fla_train.tasks.task import Batch, Task
 class Plain(Task):
     def __init__(self, **stream):
         super().__init__(vocab_size=4, seq_len=3, **stream)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fla_train.tasks import IGNORE
 from fla_train.tasks.regbench import PAD, SEPARATOR, SYMBOLS, RegBench, random_automaton
+from fla_train.tasks.task import IGNORE
 
 
 def test_automata_are_as_the_benchmark_draws_them() -> None:

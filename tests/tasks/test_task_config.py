@@ -6,9 +6,12 @@ from torch.nn.functional import cross_entropy
 
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.tasks import IGNORE, Score, TaskConfig, make_task, tasks_for_testing, training_task
+from fla_train.tasks.config import make_task, tasks_for_testing, training_task
 from fla_train.tasks.formal import LANGUAGES, FormalLanguage
 from fla_train.tasks.group_words import GroupWords
+from fla_train.tasks.score import Score
+from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.task import IGNORE
 from fla_train.utils.keys import find_errors
 
 

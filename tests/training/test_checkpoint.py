@@ -166,8 +166,8 @@ def test_which_checkpoint_a_run_starts_from(tmp_path: Path):
     first = make(store.folder, 4, run="this", config={"trainer.resume": trunk})
     make(store.folder, 5, run="another")
     assert store.choose(trunk) == store.choose("auto") == first == store.newest_state(trunk)[0]
-    later = "holds step-0000005, which comes after"
-    for resume, message in ((other, later), (str(first), later), ("none", "would overwrite")):
+    later = "step-0000005 comes after"
+    for resume, message in ((other, later), (str(first), later), ("none", "step-0000005 exists")):
         with pytest.raises(ValueError, match=message):
             store.choose(resume)
     with pytest.raises(ValueError, match="is not a checkpoint"):

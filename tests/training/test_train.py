@@ -16,6 +16,7 @@ import warm_ranks as ranks
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fla_train.models.auto
 import fla_train.models.modeling
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
@@ -164,7 +165,7 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-0000003", "step-0000004"]
     assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     log = (run / "train.log").read_text()
-    for part in ("unigram entropy", "fla-generate checkpoint=", "fla-eval checkpoint=", "run.dir="):
+    for part in ("fla-generate checkpoint=", "fla-eval checkpoint=", "run.dir="):
         assert part in log
     assert "parameters " in stdout
 
@@ -238,7 +239,7 @@ def test_a_diverging_run_stops_with_one_line_which_is_final(
     more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3"]
     launch(make_config(f"run.dir={tmp_path / 'run'}", *more))
     ((line, final),) = found
-    assert final and re.search(r" in 3 steps in a row, up to step 4: lower opt", line)
+    assert final and re.search(r"3 steps in a row .* lower optimizer", line)
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     assert [r["skipped_steps"] for r in records] == [0, 1, 2, 3]
     assert [r["grad_norm"] is None for r in records] == [False, True, True, True]

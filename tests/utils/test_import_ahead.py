@@ -9,16 +9,26 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fla_train.utils.import_ahead import COMMAND, CPU_ONLY, importing_workers, start_worker
+from fla_train.utils import import_ahead
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 KILLED = """
 import os, signal
-from fla_train.utils.import_ahead import importing_workers
+from fla_train.utils.import_ahead import import_ahead
 from psutil import Process
-with importing_workers():
-    print(Process().children()[0].pid, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+import_ahead([])
+print(Process().children()[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+# The final environment may hide GPUs, so that nothing may ask for them earlier.
+UNASKED = """
+import sys, torch
+for name in ("is_available", "device_count", "get_device_properties", "_lazy_init"):
+    setattr(torch.cuda, name, None)
+from fla_train.utils.import_ahead import AHEAD
+for name in AHEAD:
+    __import__(name)
+assert "deepspeed" not in sys.modules
 """
 
 
@@ -31,60 +41,52 @@ def test_the_waiting_worker_gets_arguments_and_environment(tmp_path: Path):
     """It reports a missing plan in the file that only its new environment names."""
     error = tmp_path / "error.json"
     environment = os.environ | {"FLA_TRAIN_LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}
-    environment |= {"FLA_TRAIN_BEGAN": "0", "TORCHELASTIC_ERROR_FILE": str(error), **CPU_ONLY}
+    environment |= {"FLA_TRAIN_BEGAN": "0", "TORCHELASTIC_ERROR_FILE": str(error)}
     before = set(psutil.Process().children())
-    with importing_workers(["launch.device=cpu"]):
-        (waiting,) = started(before)
-        worker = start_worker([*COMMAND, "no-plan.json"], environment)
-        assert worker.pid == waiting.pid and os.getsid(worker.pid) == worker.pid
-        other = start_worker([*COMMAND, "no-plan.json"], environment)
-        assert other.pid != waiting.pid
-        other.kill()
-        other.wait()
-    assert worker.wait(300) == 2  # It did not end with the block.
+    import_ahead.import_ahead(["launch.num_processes=1"])
+    (waiting,) = started(before)
+    worker = import_ahead.start_worker([*import_ahead.COMMAND, "no-plan.json"], environment)
+    assert worker.pid == waiting.pid and os.getsid(worker.pid) == worker.pid
+    other = import_ahead.start_worker([*import_ahead.COMMAND, "no-plan.json"], environment)
+    assert other.pid != waiting.pid
+    other.kill()
+    other.wait()
+    assert worker.wait(300) == 2
     assert "no-plan.json" in json.loads(error.read_text())["message"]
 
 
-def test_workers_for_another_device_are_not_used_and_unused_ones_end_with_the_block():
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "FLA_TRAIN_LAUNCHER": str(os.getpid())}
-    before = set(psutil.Process().children())
-    with importing_workers(["launch.device=cpu"]):
-        (waiting,) = started(before)
-        other = start_worker([sys.executable, "-c", "raise SystemExit(3)"], os.environ)
-        assert other.wait(300) == 3 and waiting.is_running()
-        worker = start_worker([*COMMAND, "no-plan.json"], environment)
-        assert worker.pid != waiting.pid and not waiting.is_running()
-        worker.kill()
-        worker.wait()
-    with importing_workers(["launch.device=cpu"]):
-        (waiting,) = started(before)
-    assert not waiting.is_running()
-
-
 @pytest.mark.parametrize(
-    ("visible", "cores", "overrides", "expected"),
+    ("visible", "overrides", "expected"),
     [
-        (None, 8, [], 3),
-        ("1,2", 8, [], 2),
-        ("", 8, [], 1),
-        (None, 8, ["launch.device=cpu", "launch.num_processes=4", "launch.num_machines=2"], 2),
-        (None, 2, ["launch.num_processes=3"], 1),
+        (None, [], 3),
+        ("1,2", [], 2),
+        ("", ["launch.num_processes=auto"], 1),
+        (None, ["launch.num_processes=2"], 2),
+        (None, ["launch.num_processes=8", "launch.num_machines=2"], 3),
     ],
 )
-def test_as_many_workers_wait_as_the_run_will_use_while_cores_last(
-    visible: str | None, cores: int, overrides: list[str], expected: int, tmp_path: Path, monkeypatch
+def test_a_worker_waits_per_gpu_and_ends_unless_it_is_used(
+    visible: str | None, overrides: list[str], expected: int, tmp_path: Path, monkeypatch
 ):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
         (tmp_path / name).touch()
-    monkeypatch.setattr("fla_train.utils.import_ahead.COMMAND", [sys.executable, "-S", "-c", "input()"])
-    monkeypatch.setattr("fla_train.utils.import_ahead.DEVICES", tmp_path)
-    monkeypatch.setattr("fla_train.utils.import_ahead.available_cores", lambda: cores)
+    monkeypatch.setattr(import_ahead, "COMMAND", [sys.executable, "-S", "-c", "input()"])
+    monkeypatch.setattr(import_ahead, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     before = set(psutil.Process().children())
-    with importing_workers(overrides):
-        assert len(started(before)) == expected
+    import_ahead.import_ahead(overrides)
+    waiting = started(before)
+    assert len(waiting) == expected
+    other = import_ahead.start_worker([sys.executable, "-c", "raise SystemExit(3)"], os.environ)
+    assert other.wait(300) == 3
+    import_ahead.end_waiting_workers()
+    assert not psutil.wait_procs(waiting, timeout=60)[1]
+
+
+def test_imports_ahead_do_not_depend_on_the_device():
+    subprocess.run([sys.executable, "-c", UNASKED], check=True)
 
 
 def test_the_waiting_worker_ends_with_a_launcher_that_is_killed():

@@ -47,10 +47,7 @@ def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
     if config.mixer is None:
         return DeltaProductMixer
     if not config.mixer_permitted:
-        raise MixerError(
-            f"the mixer is the Python class {config.mixer}, which is imported only if you also name it: set "
-            f"mixer={config.mixer}, or trust_remote_code=true"
-        )
+        raise MixerError(f"a file does not choose code: name mixer={config.mixer}, or trust_remote_code=true")
     path = config.mixer
     try:
         cls = import_class(path, nn.Module, "torch.nn.Module")

@@ -17,9 +17,10 @@ from torch import Tensor
 from fla_train.data.open_dataset import open_validation
 from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.data.tokenizers import token_bytes
-from fla_train.tasks import Score, Task, tasks_for_testing
-from fla_train.tasks.config import is_own
+from fla_train.tasks.config import is_own, tasks_for_testing
 from fla_train.tasks.plots import plot_accuracy
+from fla_train.tasks.score import Score
+from fla_train.tasks.task import Task
 from fla_train.training.callback import Callback
 from fla_train.training.checkpoint import folder_name
 from fla_train.training.metrics import last_value, newest_validation
@@ -35,9 +36,9 @@ from fla_train.utils.timeline import Timeline
 class Evaluation(Callback):
     """Evaluate every `trainer.eval_every`-th step and the last one; record and log the result.
 
-    Subclasses define `evaluate(step)`, which returns the record of a step with its text for the log, or None
-    without data. For the summary they define `facts(record)`, the results of the last evaluation by name, and
-    `commands()`, the words of commands that continue from here.
+    Subclasses define `evaluate(step)`, which returns the record of a step, or None without data;
+    `describe(record)`, its text for log and summary; and `commands()`, the words of commands that continue
+    from here.
     """
 
     def due(self, step: int) -> bool:
@@ -47,26 +48,25 @@ class Evaluation(Callback):
         trainer = self.trainer
         trainer.timeline = Timeline()  # phases of the end of the run, if this is its last step
         trainer.watchdog.beat(f"evaluating after step {step}")
-        result = self.evaluate(step)
+        record = self.evaluate(step)
         trainer.timeline.mark("validation")
-        if result is None:
+        if record is None:
             return
-        record, line = result
         for feature in trainer.features:
             feature.after_evaluation(step, record)
         trainer.logger.record({"step": step, "tokens": trainer.state.tokens, **record})
-        trainer.log(f"step {step:,}: {line}")
+        trainer.log(f"step {step:,}: {self.describe(record)}")
 
     def _beat(self, step: int, shape: Sequence[int]) -> None:
         self.trainer.watchdog.beat(f"evaluating after step {step}", ("evaluation", tuple(shape)))
 
     def summary(self) -> list[str]:
         folder, state = self.trainer.folder, self.trainer.state
-        loss = last_value(folder.metrics, "loss")
+        loss, newest = last_value(folder.metrics, "loss"), newest_validation(folder.metrics)
         facts = {
             "skipped steps": state.skipped_steps or None,
             "training loss": None if loss is None else f"{loss:.4f}",
-            **self.facts(newest_validation(folder.metrics)),
+            "evaluation": self.describe(newest) if newest.get("validation_loss") is not None else None,
             "metrics": folder.metrics,
             "plots": folder.loss_plot.parent,
             "checkpoint": folder.checkpoints / folder_name(state.step),
@@ -99,7 +99,7 @@ class TextEvaluation(Evaluation):
         sizes = token_bytes(data.tokenizer()) if self._components else None
         self._token_sizes = None if sizes is None else torch.from_numpy(sizes).to(trainer.engine.device)
 
-    def evaluate(self, step: int) -> tuple[Record, str] | None:
+    def evaluate(self, step: int) -> Record | None:
         """Evaluate the first `trainer.eval_tokens` tokens, divided evenly among the components."""
         settings, mesh = self.trainer.config.trainer, self.trainer.mesh
         if not self._components:
@@ -118,8 +118,7 @@ class TextEvaluation(Evaluation):
                 token_sizes=self._token_sizes,
             )
             results[name] = result, weight
-        record = validation_record(results)
-        return record, _text_line(record)
+        return validation_record(results)
 
     def _on_device(self, batches: Iterable[Tensor | Batch], step: int) -> Iterator[Batch]:
         for item in batches:
@@ -127,12 +126,15 @@ class TextEvaluation(Evaluation):
             self._beat(step, batch.input_ids.shape)
             yield batch
 
-    def facts(self, newest: Record) -> dict[str, str | None]:
-        known = newest.get("validation_loss") is not None
-        entropy = self.trainer.data.manifest["splits"]["validation"]["unigram_entropy"]
-        unigram = None if entropy is None else f"{entropy:.4f} (what token frequencies alone reach)"
-        validation = _text_line(newest).removeprefix("validation ") if known else None
-        return {"validation": validation, "unigram entropy": unigram}
+    def describe(self, record: Record) -> str:
+        perplexities = [
+            f"{key.removeprefix('validation_').replace('/', ' ')} {value:.2f}"
+            for key, value in record.items()
+            if key.startswith("validation_perplexity") and value is not None
+        ]
+        bits = record.get("validation_bits_per_byte")
+        each = [] if bits is None else [f"{bits:.4f} bits per byte"]
+        return ", ".join([f"validation loss {record['validation_loss']:.4f}", *perplexities, *each])
 
     def commands(self) -> list[list[str]]:
         folder, step = self.trainer.folder, self.trainer.state.step
@@ -165,14 +167,11 @@ class TaskEvaluation(Evaluation):
         if self._look_at_target(step):
             self.trainer.log(f"step {step:,}: task.stop_at reached twice in a row; the run ends here")
 
-    def evaluate(self, step: int) -> tuple[Record, str]:
+    def evaluate(self, step: int) -> Record:
         scores = {name: self._score(task, step) for name, task in self._tests.items()}
         record: Record = {"validation_loss": next(iter(scores.values())).mean_loss}
         for name, task in self._tests.items():
             record |= {f"{name}/{key}": value for key, value in scores[name].scalars(task).items()}
-        metric = next(iter(self._tests.values())).headline.replace("_", " ")
-        shown = [f"{name} {record[f'{name}/{task.headline}']:.4f}" for name, task in self._tests.items()]
-        line = f"{metric}: {', '.join(shown)}"
         if self.trainer.rank == 0:
             folder = self.trainer.folder
             curves = {name: scores[name].curve(task) for name, task in self._tests.items()}
@@ -180,8 +179,19 @@ class TaskEvaluation(Evaluation):
                 write_whole(folder.accuracy, json.dumps({"step": step, "sets": curves}) + "\n")
                 plot_accuracy(curves, f"{folder.name}, step {step:,}", folder.accuracy_plot)
             except OSError as error:
-                line += f"; the curves could not be written ({reason(error)})"
-        return record, line
+                self.trainer.log(f"step {step:,}: the curves could not be written ({reason(error)})")
+        return record
+
+    def describe(self, record: Record) -> str:
+        results = []
+        for name, task in self._tests.items():
+            # A test set may be newer than the record.
+            if (value := record.get(f"{name}/{task.headline}")) is not None:
+                accuracy = record.get(f"{name}/token_accuracy", record.get(f"{name}/accuracy", 0.0))
+                chance = task.against_chance(accuracy, self._config.test_sequences)
+                results.append(f"{name} {value:.4f} {chance}".rstrip())
+        metric = next(iter(self._tests.values())).headline.replace("_", " ")
+        return f"{metric}: {', '.join(results)}"
 
     def _look_at_target(self, step: int) -> bool:
         """Return whether metrics.jsonl on rank 0 reaches the target, and end the run on all ranks if so."""
@@ -209,16 +219,6 @@ class TaskEvaluation(Evaluation):
         everyone: list[Score | None] = [None] * world
         dist.all_gather_object(everyone, reduce(add, scores))
         return reduce(add, everyone)
-
-    def facts(self, newest: Record) -> dict[str, str | None]:
-        return {name: self._result(name, newest) for name in self._tests}
-
-    def _result(self, name: str, record: Record) -> str:
-        values = {key.partition("/")[2]: v for key, v in record.items() if key.startswith(f"{name}/")}
-        shown = [f"{key.replace('_', ' ')} {v:.4f}" for key, v in values.items() if "prefix" not in key]
-        accuracy = values.get("token_accuracy", values.get("accuracy", 0.0))
-        chance = self._tests[name].against_chance(accuracy, self._config.test_sequences)
-        return f"{', '.join(shown)} {chance}".rstrip()
 
     def commands(self) -> list[list[str]]:
         kind, checkpoint = self._config.kind, f"checkpoint={self.trainer.folder.root}"
@@ -291,17 +291,6 @@ def validation_record(components: Mapping[str, tuple[Mapping[str, float], float]
             shown = {key: value for key, value in values.items() if not key.startswith("loss_at/")}
             record |= {f"validation_{key}/{name}": value for key, value in shown.items()}
     return record
-
-
-def _text_line(record: Record) -> str:
-    perplexities = [
-        f"{key.removeprefix('validation_').replace('/', ' ')} {value:.2f}"
-        for key, value in record.items()
-        if key.startswith("validation_perplexity") and value is not None
-    ]
-    bits = record.get("validation_bits_per_byte")
-    each = [] if bits is None else [f"{bits:.4f} bits per byte"]
-    return ", ".join([f"validation loss {record['validation_loss']:.4f}", *perplexities, *each])
 
 
 def perplexity(loss: float) -> float:

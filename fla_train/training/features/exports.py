@@ -40,10 +40,7 @@ class Exports(Callback):
         self.trainer.timeline.mark("export")
         self.trainer.ensure_saved()
         if self.error is not None:
-            raise TrainingStopped(
-                f"the model of step {self.trainer.state.step} could not be exported ({self.error}): remove "
-                "the cause (free space on a full disk) and give the same command again, which only exports"
-            )
+            raise TrainingStopped(f"no export of step {self.trainer.state.step} ({self.error}): start again")
 
     def export(self, *, last: bool = False) -> None:
         """Draw the plots and export this step's model. If that fails, training continues.

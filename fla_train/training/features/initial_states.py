@@ -54,10 +54,7 @@ class InitialStates(Callback):
         mixer = linear_mixer(settings)
         packed = config.task is None and config.data.document_boundaries
         if not takes_cache(mixer) or (packed and not issubclass(mixer, DeltaProductMixer)):
-            yield (
-                f"{setting} is not supported with the mixer {settings.mixer}, unless its forward has the "
-                "parameter cache (docs/mixers.md) and data.document_boundaries=false: leave it at its default"
-            )
+            yield f"{setting} with {settings.mixer} needs its cache and data.document_boundaries=false"
 
     def memory(self, config: TrainConfig) -> int:
         """Return the bytes of this rank's rows of a step and of one more micro-batch."""
@@ -135,10 +132,7 @@ class InitialStates(Callback):
         """Restore each row's states, whichever rank saved them. Log why they start from zero instead."""
         first, rows = states[0], sum(len(state["rows"]) for state in states)
         if first["source"] != self._source or rows != self._sampler.global_batch:
-            self.trainer.log(
-                f"states       the checkpoint's are of {rows} rows of {first['source']}, not of "
-                f"{self._sampler.global_batch} of {self._source}: the next step's sequences start from zero"
-            )
+            self.trainer.log(f"states       {rows} rows of {first['source']} don't fit: all start from zero")
             return
         if self._source == "noise":
             self._moments = first["moments"].to(self._device, copy=True)

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fla_train.hub import pushes as module
-from fla_train.hub.pushes import HubConfig, HubPushes
+from fla_train.training.config import HubConfig
+from fla_train.training.features import pushes as module
+from fla_train.training.features.pushes import Pushes
+from fla_train.training.run_folder import RunFolder
 from tests.fake_hub import TOKEN, running_hub
 
 
@@ -33,24 +36,25 @@ class FakeProcess:
 
 
 @pytest.fixture
-def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., HubPushes]:
+def pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pushes]:
     """Make the pushes of a run in `tmp_path`, with lists `lines` and `calls` of its log and processes."""
     monkeypatch.setattr(module, "POLL", 0.001)
     monkeypatch.setattr(os, "setpriority", lambda *arguments: None)
 
-    def make(statuses: dict[int, list[int | None]] | None = None, **settings: object) -> HubPushes:
+    def make(statuses: dict[int, list[int | None]] | None = None, **settings: object) -> Pushes:
         lines: list[str] = []
         calls: list[str] = []
 
         def start(name: str, overrides: list[str], log: Path, **variables: str) -> FakeProcess:
             assert name == "export" and "hub.repo_id=user/tiny" in overrides
             assert variables["CUDA_VISIBLE_DEVICES"] == ""
+            Path(variables["TMPDIR"], "of a push that is killed").touch()
             calls.append(next(x for x in overrides if x.startswith("hub.tag=")).removeprefix("hub.tag=step-"))
             return FakeProcess(int(calls[-1]), log, statuses or {})
 
         monkeypatch.setattr(module, "start_command", start)
         config = HubConfig(**({"repo_id": "user/tiny", "push_every": 4} | settings))
-        made = HubPushes(config, tmp_path, None, lines.append)
+        made = Pushes(SimpleNamespace(hub=config, model={}), RunFolder(tmp_path), lines.append)
         made.lines, made.calls = lines, calls
         return made
 
@@ -61,7 +65,7 @@ def idle(beat: str) -> None:
     pass
 
 
-def steps(made: HubPushes) -> list[int]:
+def steps(made: Pushes) -> list[int]:
     return [int(call) for call in made.calls]
 
 
@@ -72,7 +76,7 @@ def test_a_failed_push_is_repeated_first(pushes) -> None:
     made.poll()
     assert made.lines == ["step 4: NOT PUSHED, rejected by the Hub"]
     made.add(8)
-    made.finish(idle)
+    made.wait(idle)
     assert steps(made) == [4, 4, 8]
 
 
@@ -85,8 +89,8 @@ def test_the_end_of_a_run(pushes, statuses: dict, expected: list[int], left: boo
     made = pushes(statuses, timeout=0.1)
     made.add(4)
     made.add(8)
-    made.finish(idle)
-    assert steps(made) == expected
+    made.wait(idle)
+    assert steps(made) == expected and not list(tmp_path.glob(".*"))
     assert (made.lines[-1] == "step 8: pushed to user/tiny") is not left
     if left:
         assert "not on the Hub: step 4, 8" in made.lines[-1] and not (tmp_path / "pushes.jsonl").exists()
@@ -113,11 +117,11 @@ def test_a_restart_pushes_the_rest(
     (tmp_path / "pushes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     made = pushes()
     made.resume(step)
-    made.finish(idle)
+    made.wait(idle)
     assert steps(made) == pushed
     if step == 7:
         made.add(8)  # the record is of the weights before
-        made.finish(idle)
+        made.wait(idle)
         assert made.lines[-1] == "step 8: pushed to user/tiny"
 
 
