@@ -87,7 +87,7 @@ def test_changed_text_is_named(streamed, corpus, documents):
     folder = quiet(streamed).folder
     write_parquet(corpus / "000.parquet", documents[:9])
     message = refusal(StreamDataset(folder, T).sequences, np.arange(1))
-    assert f"put {corpus} back as it was, or begin another run" in message
+    assert f"restore {corpus}: its text has changed" in message
     (corpus / "000.parquet").unlink()
     StreamDataset(folder, T).sequences(np.arange(1))
 
