@@ -38,11 +38,7 @@ class ContiguousDataset:
             self._number[mine] = np.arange(count)
             self._lengths[number] = len(part) // count if count else 0
             if not self._lengths[number]:
-                raise ValueError(
-                    f"data.contiguous=true gives {part.folder} {count} of {rows} rows, and it has "
-                    f"{len(part)} sequences of {part.seq_len} tokens: each row needs one, and each part of a "
-                    "mixture a row; change trainer.global_batch_tokens or trainer.seq_len, or give more text"
-                )
+                raise ValueError(f"data.contiguous: {len(part)} sequences of {part.folder} for {count} rows")
 
     def __len__(self) -> int:
         """Sequences until some part has been read once, but for a rest smaller than its rows."""

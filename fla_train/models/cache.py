@@ -84,10 +84,7 @@ def cache_for(
     states = config.number_of_conv_states
     expected = [states if layer == "linear_attention" else 0 for layer in config.layer_types]
     if [getattr(layer, "number_of_states", 0) for layer in layers] != expected:
-        raise ValueError(
-            f"past_key_values is a {type(past_key_values).__name__} without places for the model's states: "
-            "use DynamicCache(config=model.config) or StaticCache(config=model.config, max_cache_len=N)"
-        )
+        raise ValueError("past_key_values lacks places for states: use DynamicCache(config=model.config)")
     if any(getattr(layer, "record_past", False) for layer in layers):
         raise ValueError("a recurrent state cannot be rolled back: this model cannot be an assistant_model")
     if not config.attention_layers and not isinstance(layers[0], CountingLayer):

@@ -158,11 +158,8 @@ def _fill_vocabulary(config: TrainConfig, *, offline: bool) -> None:
     try:
         needed = tokenizer_size(config.data.tokenizer, offline=offline)
     except TokenizerNotCached:
-        config.model["vocab_size"] = asked or DeltaProductConfig.vocab_size
-        log(
-            f"vocabulary   tokenizer {config.data.tokenizer.name} is not on this machine: sizes are for "
-            f"{config.model['vocab_size']:,} tokens"
-        )
+        size = config.model["vocab_size"] = asked or DeltaProductConfig.vocab_size
+        log(f"vocabulary   {size:,} assumed: tokenizer {config.data.tokenizer.name} is not on this machine")
         return
     fitting = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if asked is not None and asked < needed:
