@@ -6,6 +6,7 @@ FLA_TRAIN_TEST_SEED=<seed>.
 """
 
 import atexit
+import gc
 import os
 import secrets
 import shutil
@@ -37,9 +38,10 @@ if not torch.cuda.is_available():
 import pytest
 import yaml
 
-from tests.interpreter import speed_up
+from tests import interpreter, light_hydra
 
-speed_up()
+interpreter.speed_up()
+light_hydra.speed_up()
 # Hydra reads twenty files for a config, with this class.
 yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -71,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # `item.keywords` would include the name of the checkout's folder.
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # Half a million objects of imported modules would be searched for garbage again and again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -178,9 +178,9 @@ PROGRAMS = ("fla-", "torchrun ", "accelerate ", "sbatch ", "HOSTS=")
 
 
 def ours() -> Iterator[object]:
-    """Yield our commands, as `long` if earlier ones have their keys and options: composing takes a while."""
+    """Yield our commands, as `long` if longer ones have their keys and options: composing takes a while."""
     seen: set[tuple[str, str]] = set()
-    for command in COMMANDS:
+    for command in sorted(COMMANDS, key=len, reverse=True):
         if command.startswith(PROGRAMS):
             program, *words = shlex.split(command)
             keys = [word.partition("=")[0] for word in words]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -77,12 +78,12 @@ def test_a_seed_determines_the_sampled_text(run: Path, capsys: pytest.CaptureFix
 
 def test_any_text_and_path_pass_through_hydra() -> None:
     generate.register()
-    given = [(f"prompt={text}", "prompt", text) for text in TEXTS]
-    given += [(f"checkpoint={path}", "checkpoint", path) for path in PATHS]
-    given += [(assign("checkpoint", Path(path)), "checkpoint", path) for path in PATHS]
-    for override, key, value in given:
-        config = app.compose("generate", as_written("generate", [override]))
-        assert getattr(OmegaConf.to_object(config), key) == value, override
+    typed = [(f"checkpoint={path}", path) for path in PATHS]
+    typed += [(assign("checkpoint", Path(path)), path) for path in PATHS]
+    for (override, path), text in zip(typed, cycle(TEXTS), strict=False):
+        node = app.compose("generate", as_written("generate", [override, f"prompt={text}"]))
+        config = OmegaConf.to_object(node)
+        assert (config.checkpoint, config.prompt) == (path, text)
 
 
 def test_export_copies_and_needs_a_token_to_push(

@@ -23,7 +23,11 @@ def loss_and_gradients(model: torch.nn.Module, run: object, autocast: bool, **in
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize(
     ("variant", "triton", "packed", "autocast", "checkpointing"),
-    [("gated_delta_product", True, True, False, False), ("hybrid", False, True, True, True)],
+    [
+        # tests/kernels/test_compile.py compiles each interpreted kernel alone.
+        pytest.param("gated_delta_product", True, True, False, False, marks=pytest.mark.long),
+        ("hybrid", False, True, True, True),
+    ],
 )
 def test_one_graph_with_the_gradients_of_plain_pytorch(
     monkeypatch, tokens, variant, triton, packed, autocast, checkpointing

@@ -42,7 +42,8 @@ COMPARISON = {
 def file(overrides: list[str], tmp_path: Path) -> Path:
     """A comparison of two tiny models."""
     ours = ("model.num_heads", "model.head_dim", "model.vocab_size", "optimizer.lr", "trainer.max_steps")
-    base = [text for text in overrides if text.split("=")[0] not in ours] + ["launch.device=cpu"]
+    base = [text for text in overrides if text.split("=")[0] not in ours]
+    base += ["launch.device=cpu", "trainer.micro_batch_size=8", "trainer.checkpoint_every=0"]
     path = tmp_path / "sizes.yaml"
     path.write_text(yaml.safe_dump({"base": base, **COMPARISON}, sort_keys=False))
     return path

@@ -83,6 +83,8 @@ def make(overrides: list[str], corpus: Path) -> Make:
         base = [] if any(option.startswith("experiment=") for option in options) else overrides
         if any(option.startswith("model=hf/") for option in options):
             base = [option for option in base if not option.startswith("model.")]
+        if base and TWO not in options:
+            base = [*base, "trainer.micro_batch_size=4"]  # Two passes, as two ranks have.
         if "data=mixture" in options:
             halves = f"{{a: {{weight: 0.75, path: {corpus}}}, b: {{weight: 0.25, path: {corpus}}}}}"
             options = (*options, f"+data.mixture={halves}")

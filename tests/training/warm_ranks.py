@@ -4,6 +4,7 @@ For tests of what a run computes and writes. Those of how workers start, fail an
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -95,9 +96,8 @@ def _start() -> tuple[BaseProcess, Connection]:
     # The forks of one server share its imports. Coverage watches processes that begin anew.
     context = multiprocessing.get_context("spawn" if WATCHED else "forkserver")
     if not WATCHED:
-        context.set_forkserver_preload(
-            ["deepspeed", "fla_train.models.modeling", "fla_train.training.trainer"]
-        )
+        names = ("training.trainer", "models.modeling", "utils.figure_style")
+        context.set_forkserver_preload(["deepspeed", *(f"fla_train.{name}" for name in names)])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     with pytest.MonkeyPatch.context() as patch:  # before anything is imported there
@@ -111,6 +111,7 @@ def _start() -> tuple[BaseProcess, Connection]:
 def _serve(connection: Connection) -> None:
     """In a rank's process: do what `connection` asks for, until it is closed or something fails."""
     torch.set_num_threads(1)
+    gc.freeze()  # The trainer collects garbage twice a run.
     with contextlib.suppress(EOFError):
         while True:
             work, arguments, environment = connection.recv()
