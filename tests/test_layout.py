@@ -89,14 +89,6 @@ def test_modules_import_each_other_without_circles() -> None:
     assert not imports, f"a circle goes through some of {', '.join(sorted(imports))}"
 
 
-def test_kernels_can_be_imported_without_triton() -> None:
-    """The Python files of an export, which do not include Hopper's kernels, run without it."""
-    for path in python_files("kernels"):
-        direct = {name for name in imported(path) if name.split(".")[0] == "triton"}
-        if path.name != "optional_triton.py" and "hopper" not in path.parts:
-            assert not direct, f"{path.relative_to(ROOT)}: import tl and triton from kernels.optional_triton"
-
-
 def test_wheel_claims_only_fla_train(tmp_path: Path) -> None:
     source = tmp_path / "source"  # Building in the checkout would leave a build folder there.
     for path in tracked():

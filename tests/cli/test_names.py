@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,15 +59,6 @@ assert not {"torch", "transformers", "wandb", "datasets"} & set(sys.modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "trainer.max_steps="
-
-
-@pytest.mark.parametrize(
-    "command", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-)
-def test_every_command_has_a_version_and_a_row_on_the_page(run_command, command: str) -> None:
-    code, out, _ = run_command(command, "--version")
-    assert code == 0 and all(name in out for name in ("fla_train", "commit", "torch", "triton"))
-    assert f"| `{command}` |" in (ROOT / "docs" / "cli.md").read_text()
 
 
 def test_help_lists_options_and_the_config(run_command) -> None:

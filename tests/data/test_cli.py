@@ -32,14 +32,6 @@ def test_it_prepares_and_verifies(run, local):
     assert_error(run(*overrides, "verify=true"), 2, str(shard))
 
 
-def test_a_mixture_on_the_command_line(run, local):
-    overrides = ["data=mixture", f"data.cache_dir={local.cache_dir}"]
-    one = f"one: {{weight: 0.75, path: {local.path}}}"
-    two = "two: {weight: 0.25, source: stdlib, max_documents: 5}"
-    code, out, err = run(*overrides, f"+data.mixture={{{one}, {two}}}")
-    assert code == 0 and "one: 3 of 4 sequences; train: " in out, err
-
-
 @pytest.mark.parametrize(
     ("code", "overrides", "message"),
     [

@@ -63,7 +63,7 @@ def overrides(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[st
 def make_config(overrides: list[str]) -> Callable[..., TrainConfig]:
     """`make_config("trainer.max_steps=3", ...)` composes the run's config as the command does.
 
-    Hydra takes a third of a second, so it composes each choice of groups once; a key is set in a copy.
+    Composing needs a third of a second, so each choice of groups is composed once and keys are set in a copy.
     """
     register()
     composed = functools.cache(lambda *groups: compose("train", [*overrides, *groups]))

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,13 +53,6 @@ def test_the_page_runs_from_top_to_bottom(
     with pytest.raises(ValueError, match="12, 24"):
         run.model(13)
     assert (tmp_path / "loss.png").is_file()
-
-
-def test_importing_is_fast_and_names_are_listed() -> None:
-    code = "import sys, fla_train; print('torch' in sys.modules, {'train', 'Run'} <= set(dir(fla_train)))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "True"]
-    with pytest.raises(AttributeError, match="no attribute 'tain'"):
-        fla_train.tain  # noqa: B018
 
 
 def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_path: Path) -> None:

@@ -76,13 +76,8 @@ def test_on_text(
     make_config: Callable[..., TrainConfig], train: Callable[[TrainConfig], None], tmp_path: Path
 ) -> None:
     whole = tmp_path / "whole"
-    settings = [
-        *ranks.TWO_RANKS,
-        f"model.mixer={LINEAR}",
-        "model.mixer_options={chunk: 8}",
-        "schedule=constant",
-    ]
-    settings += ["schedule.min_ratio=1", "trainer.log_every=1", "trainer.max_steps=10"]
+    settings = [*ranks.TWO_RANKS, f"model.mixer={LINEAR}", "model.mixer_options={chunk: 8}"]
+    settings += ["schedule=constant", "schedule.min_ratio=1", "trainer.log_every=1", "trainer.max_steps=10"]
     settings += ["data.document_boundaries=true"]
     train(make_config(*settings, f"run.dir={whole}"))
     assert losses(whole)[-1][1] < losses(whole)[0][1] - 1

@@ -64,9 +64,7 @@ def test_the_machines_are_those_of_the_command(run: Path, tmp_path: Path):
     ("change", "named"),
     [
         (["data.validation_fraction=0.2"], "data.validation_fraction=0.2 (was 0.1)"),
-        (["data=stdlib"], "data.source=stdlib (was local)"),
         (["model.num_householder=3"], "model.num_householder=3 (was 2)"),
-        (["trainer.seq_len=16"], "trainer.seq_len=16 (was 32)"),
         (["optimizer=muon"], "optimizer.name=muon (was adamw)"),
     ],
     ids=str,

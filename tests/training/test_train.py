@@ -46,20 +46,6 @@ def refused(result: tuple[int, str, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "faults",
-    [
-        ["trainer.max_step=3", "optimizer.learn=1", "model=lama"],
-        ["trainer.seq_len=long", "model.heads=3", "optimizer.lr=fast"],
-    ],
-    ids=["names", "types"],
-)
-def test_unknown_keys_and_wrong_types_are_all_named(run_command: Command, faults: list[str]):
-    fault = refused(run_command("fla-train", *faults))
-    for override in faults:
-        assert override in fault
-
-
-@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("trainer.global_batch_tokens=300", "use 256 or 320"),
