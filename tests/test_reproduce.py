@@ -86,3 +86,17 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
         "S3"
     ]
     assert [test["value"] for test in cell] == [0.5, 1.0, 0.9]
+
+
+@pytest.mark.long
+def test_figures_are_drawn_from_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure of each form. Drawing it again gives the same file; docs/ has every figure."""
+    module = load("figures")
+    assert all((module.FIGURES / f"{name}.svg").is_file() for name in module.DRAWINGS)
+    files = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        monkeypatch.setattr(module, "FIGURES", folder)
+        module.main(["decoding", "operator", "z60", "perplexity-50m", "length-extrapolation"])
+        files.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert files[0] == files[1] and len(files[0]) == 5

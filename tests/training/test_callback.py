@@ -59,6 +59,26 @@ def test_the_order_of_hooks(make_config: Make, train, tmp_path: Path):  # noqa: 
     ]
 
 
+STOPPER = """
+from fla_train.training.callback import Callback
+
+class Stopper(Callback):
+    def after_results(self, results):
+        self.trainer.reached = results[-1].step >= 2
+"""
+
+
+def test_a_callback_ends_a_run(make_config: Make, train, tmp_path: Path):  # noqa: F811
+    Path("stopper.py").write_text(STOPPER)
+    options = [*CPU, "trainer.eval_every=0", "trainer.checkpoint_every=0", f"run.dir={tmp_path / 'run'}"]
+    train(make_config(*options, "trainer.callbacks=[stopper:Stopper]"))
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    # Step 2 has been read while step 3 ran, and step 3 is the last.
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
+    assert [record["step"] for record in records if "validation_loss" in record] == [3]
+    assert (tmp_path / "run/hf/step-0000003").is_dir()
+
+
 def test_the_exported_average_is_that_of_the_weights_and_a_custom_metric_is_recorded(
     make_config: Make,
     train,  # noqa: F811
