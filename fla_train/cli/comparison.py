@@ -55,7 +55,8 @@ def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
     while count(most) < target and most < LARGEST:
         most *= 2
     if not count(1) <= target <= count(most):
-        raise ValueError(f"{size.field} gives {count(1):,} to {count(most):,} parameters, not {target:,}")
+        span = f"{size.field} gives {count(1):,} to {count(most):,} parameters, not {target:,}"
+        raise ValueError(f"{span}: name another field in `sizes`, or change the model")
     upper = bisect_left(range(most), target, lo=1, key=count)
     return size.multiple * min(max(1, upper - 1), upper, key=lambda steps: abs(count(steps) - target))
 

@@ -136,6 +136,8 @@ def _optimizer_errors(config: TrainConfig) -> Iterator[str]:
 
 def _launch_errors(config: TrainConfig) -> Iterator[str]:
     processes = config.launch.num_processes  # of all machines together
+    if (config.launch.machine_rank or 0) not in range(config.launch.num_machines):
+        yield f"launch.machine_rank={config.launch.machine_rank} must be below launch.num_machines"
     for name in ("num_machines", "context_parallel"):
         if processes % (divisor := getattr(config.launch, name)):
             yield f"launch.num_processes={processes} is not a multiple of launch.{name}={divisor}"

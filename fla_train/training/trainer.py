@@ -305,7 +305,8 @@ class Trainer:
                 }
                 self.logger.step(record, skipped=result.skipped)
             if state.skipped_in_row >= trainer.max_skipped_steps:
-                raise TrainingStopped(f"{state.skipped_in_row} steps in a row skipped: lower optimizer.lr")
+                cause = f"the last {state.skipped_in_row} steps were skipped (NaN, infinity or a spike)"
+                raise TrainingStopped(f"{cause}: lower optimizer.lr, or raise schedule.warmup_steps")
         if finished:
             for feature in self.features:
                 feature.after_results(finished)
