@@ -225,7 +225,7 @@ def test_a_diverging_run_stops_with_one_line_which_is_final(
     more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3"]
     launch(make_config(f"run.dir={tmp_path / 'run'}", *more))
     ((line, final),) = found
-    assert final and re.search(r"3 steps in a row .* lower optimizer", line)
+    assert final and " 3 steps " in line and "optimizer.lr" in line
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     assert [r["skipped_steps"] for r in records] == [0, 1, 2, 3]
     assert [r["grad_norm"] is None for r in records] == [False, True, True, True]
