@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable
