@@ -49,7 +49,9 @@ def trained_task(
         raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
     task = TaskConfig(**node)
     if is_own(task.kind) and permitted != task.kind and not trust:
-        raise ValueError(f"a file does not choose code: name it, suite.expressivity.task={task.kind}")
+        raise ValueError(
+            f"name suite.expressivity.task={task.kind} yourself: it is code that a file may not choose"
+        )
     return task
 
 

@@ -54,7 +54,7 @@ def log_likelihoods(
         if not context:
             raise ValueError(f"request {i} has no token of context")
         if not 0 < len(continuation) <= max_length:
-            raise ValueError(f"a continuation has {len(continuation)} tokens, suite.max_length={max_length}")
+            raise ValueError(f"request {i} has {len(continuation)} tokens, suite.max_length={max_length}")
         groups.setdefault(tuple(context[len(continuation) - max_length - 1 :]), []).append(i)
     contexts = list(groups)
 

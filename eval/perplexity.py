@@ -145,7 +145,8 @@ def loss_table(
     if lengths and lengths[first := longest_first[0]] > chunk and not ours:
         ids = stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED))
         if problem := _cache_problem(model, ids, chunk):
-            raise ValueError(f"{model.config.model_type} {problem}: raise suite.perplexity.chunk")
+            limits = f"the model ({model.config.model_type}) {problem} and reads at most {chunk:,} tokens"
+            raise ValueError(f"{limits}: raise suite.perplexity.chunk to the longest length")
 
     def read(members: Sequence[int]) -> list[np.ndarray]:
         rows = [sequences[s][: max(lengths[s] + 1 - len(prefix), 0)] for s in members]

@@ -197,7 +197,8 @@ def _check_checkpoint(folder: Path, result: EvalResult, run: Path | None) -> Non
         return
     same_run = run is not None and Path(earlier.checkpoint).resolve().is_relative_to(run.resolve())
     if not same_run and earlier.checkpoint != result.checkpoint and earlier.files != result.files:
-        raise ValueError(f"{folder} holds results of {earlier.checkpoint}: give another output")
+        other = f"{earlier.checkpoint}, not of {result.checkpoint}"
+        raise ValueError(f"{folder} holds results of {other}: give another output")
 
 
 @contextmanager

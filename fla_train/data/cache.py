@@ -45,7 +45,8 @@ class PreparedData:
         try:
             return load_saved(folder)
         except Exception as failure:
-            raise ValueError(f"{folder}: {reason(failure)[:300]}; delete {folder.parent}") from failure
+            remedy = f"delete {folder.parent} and run fla-prepare again"
+            raise ValueError(f"{folder}: {reason(failure)[:300]}; {remedy}") from failure
 
     def parts(self) -> dict[str, "PreparedData"]:
         """Return {name: corpus}: the parts of a mixture, else this corpus, or a stream's head, as ""."""
@@ -140,7 +141,8 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
     # A bpe tokenizer follows from the corpus and its settings, so these identify it without training.
     tokenizer = None if config.tokenizer.name == "bpe" else load_tokenizer(config.tokenizer, offline=offline)
     if tokenizer is not None and config.append_eos and tokenizer.eos_token_id is None:
-        raise ValueError(f"{config.tokenizer.name} has no EOS token: set data.tokenizer.eos_token")
+        name, key = config.tokenizer.name, "data.tokenizer.eos_token"
+        raise ValueError(f"{name} has no EOS token: set {key}, or data.append_eos=false")
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
     settings = {key: getattr(config, key) for key in _SETTINGS}
     name = digest(source.description, identity, settings)

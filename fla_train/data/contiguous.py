@@ -38,7 +38,8 @@ class ContiguousDataset:
             self._number[mine] = np.arange(count)
             self._lengths[number] = len(part) // count if count else 0
             if not self._lengths[number]:
-                raise ValueError(f"data.contiguous: {len(part)} sequences of {part.folder} for {count} rows")
+                short = f"data.contiguous: {len(part)} sequences of {part.folder} for {count} rows"
+                raise ValueError(f"{short}: lower trainer.global_batch_tokens or trainer.seq_len")
 
     def __len__(self) -> int:
         """Sequences until some part has been read once, but for a rest smaller than its rows."""

@@ -57,8 +57,8 @@ class Slice:
         for number, value in self.documents():
             text = "" if value is None else value
             if not isinstance(text, str):
-                kind = type(text).__name__
-                raise ValueError(f"{self.where(number)}: '{self.config.text_column}' is {kind}, not text")
+                kind, column = type(text).__name__, self.config.text_column
+                raise ValueError(f"{self.where(number)}: '{column}' is {kind}, not text (data.text_column)")
             try:
                 raw = text.encode()
             except UnicodeEncodeError as failure:  # JSON allows lone surrogates

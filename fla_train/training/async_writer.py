@@ -206,7 +206,8 @@ def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[
     missing, deadline = list(range(1, world_size)), math.inf
     while missing:
         if time.monotonic() > deadline:
-            raise WriteFailed(f"rank 0 does not see files of ranks {missing}: do all machines share run.dir?")
+            names = ", ".join(map(str, missing))
+            raise WriteFailed(f"rank {names}: rank 0 sees no files: do all machines share run.dir?")
         for rank in list(missing):
             with suppress(FileNotFoundError):
                 files |= json.loads(_part(writing, rank).read_text())

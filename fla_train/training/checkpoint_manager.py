@@ -105,7 +105,7 @@ class CheckpointManager:
             TrainingStopped: it could not be written.
         """
         if not self.is_saved(step):
-            raise TrainingStopped(f"no checkpoint of step {step}: {self._error}; free space and start again")
+            raise TrainingStopped(f"step {step} has no checkpoint: {self._error}; free space and start again")
 
     def close(self) -> None:
         """End the writer's process. No save may be in progress."""

@@ -63,7 +63,7 @@ def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_
         with pytest.raises(ValueError, match=r"compose\('a=1', 'b=2'\)"):
             fla_train.compose(["trainer.max_steps=3"])
         assert fla_train.compose("trainer.max_steps=3").trainer.max_steps == 3
-        with pytest.raises(ValueError, match=r"not have model.num_heads:"):
+        with pytest.raises(ValueError, match=r"model\.num_heads"):
             fla_train.compose(
                 "experiment=state_tracking/s3", "scale=fast", "model=mamba_signed/tiny", "model.num_heads=2"
             )

@@ -47,7 +47,7 @@ def linear_mixer(config: DeltaProductConfig) -> type[Mixer]:
     if config.mixer is None:
         return DeltaProductMixer
     if not config.mixer_permitted:
-        raise MixerError(f"a file does not choose code: name mixer={config.mixer}, or trust_remote_code=true")
+        raise MixerError(f"mixer={config.mixer} is code: name it yourself, or set trust_remote_code=true")
     path = config.mixer
     try:
         cls = import_class(path, nn.Module, "torch.nn.Module")
