@@ -23,6 +23,7 @@ from fla_train.eval.sweep import perplexity_jobs
 from fla_train.eval.tables import write_tables
 from fla_train.hub.load import load_model, load_weights, recorded_length, resolve_checkpoint, trained_length
 from fla_train.hub.paths import own_name, run_folder
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 from fla_train.utils.device import pick_device, pick_dtype
 from fla_train.utils.environment import describe_environment
@@ -78,7 +79,8 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         suite=asdict(config.suite),
         environment=describe_environment(str(model.device)) | {"dtype": dtype},
     )
-    mixer = getattr(model.config, "mixer", None)
+    # A `mixer` in the config of another library's model is not ours, and must not choose an import.
+    mixer = model.config.mixer if isinstance(model.config, DeltaProductConfig) else None
     code = mixer and describe_code(import_object(mixer))
     identity = {"checkpoint": result.checkpoint, "files": result.files, "dtype": dtype, "mixer": code}
     try:
