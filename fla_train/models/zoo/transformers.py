@@ -18,5 +18,5 @@ def config_class(model_type: str) -> type[transformers.PreTrainedConfig]:
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 3)
         hint = f": did you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"model.model_type={model_type} is no causal model of transformers{hint}")
+        raise ValueError(f"model.model_type={model_type} is not a causal model of transformers{hint}")
     return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
