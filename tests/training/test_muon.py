@@ -10,7 +10,7 @@ from warm_ranks import WarmRanks
 from fla_train.training.config import TrainConfig
 from fla_train.training.optimizer import PartitionedMuon, hidden_matrices, overlaps, parameter_groups
 
-SHAPES = [(3, 5), (4, 4), (2, 9)]
+SHAPES = [(3, 5), (9, 2), (4, 4), (3, 5)]
 LR, DECAY, MOMENTUM = 0.1, 0.2, 0.9
 # Muon's products are bf16, so an fp32 rounding of a gradient may show as one of bf16. These are five times
 # what roundings by one ulp, of the initial weights or of the products, change in four steps.
