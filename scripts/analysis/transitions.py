@@ -98,7 +98,7 @@ def draw(layer: Transitions, file: Path, heads: Sequence[int]) -> None:
         for j in range(steps):
             above.plot(layer.tokens, layer.beta[:, j, head], ".", label=f"Householder step {j + 1}")
         above.set(title=f"head {head}", xlabel="token id", ylim=(-0.1, 2.1))
-        points = values[:, head].flatten()
+        points = np.unique(values[:, head].numpy().round(3))  # most are 1
         below.plot(circle.real, circle.imag, color="0.8", lw=0.8)
         below.plot(points.real, points.imag, ".", alpha=0.6)
         below.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xlabel="real part of eigenvalues")
