@@ -111,10 +111,10 @@ def _start() -> tuple[BaseProcess, Connection]:
 def _serve(connection: Connection) -> None:
     """In a rank's process: do what `connection` asks for, until it is closed or something fails."""
     torch.set_num_threads(1)
-    gc.freeze()  # The trainer collects garbage twice a run.
     with contextlib.suppress(EOFError):
         while True:
             work, arguments, environment = connection.recv()
+            gc.freeze()  # The trainer collects garbage and thaws what imports have left, each run.
             try:
                 connection.send((None, _as_rank(work, arguments, environment)))
             except BaseException:
