@@ -1,5 +1,6 @@
 """Exact resume of every feature: a run cut at its middle ends like an undisturbed one, bit for bit."""
 
+import functools
 import os
 import shutil
 import sys
@@ -24,8 +25,9 @@ COMMON = [
     *(f"trainer.max_steps={STEPS}", f"trainer.checkpoint_every={MIDDLE}", f"trainer.eval_every={MIDDLE}"),
 ]
 PACKED = "data.document_boundaries=true"
-PASSING = "trainer.initial_state=passing"
 CALLBACKS = "[{class: callbacks:Ema, decay: 0.9}, callbacks:ZLoss, callbacks:SmoothLoss]"
+# Resumed on another number of ranks, sums over ranks round otherwise; a large eps keeps that small.
+EPS = "optimizer.eps=1e-3"
 # A task has its own sizes, and another library's model does not take those of `overrides`.
 TASK = [
     *("experiment=state_tracking/s3", "scale=cpu", "model.hidden_size=32", "model.num_heads=2"),
@@ -34,17 +36,17 @@ TASK = [
     *("trainer.check_backend=false", "logger=none"),
 ]
 FEATURES = {
-    "plain": [],
+    "packed": [TWO, PACKED, EPS],
     "bf16": [
         *(TWO, "trainer.precision=bf16", "trainer.activation_checkpointing=true"),
         "trainer.gradient_reduction=bf16",
     ],
-    "muon": [TWO, "optimizer=muon", "model.num_heads=3"],
-    "passing": [TWO, PASSING, "trainer.zero_state_share=0.3"],
+    "muon": [TWO, "optimizer=muon", "model.num_heads=3", EPS],
+    "passing": [TWO, "trainer.initial_state=passing", "trainer.zero_state_share=0.3", EPS],
     "noise and the spike filter": [
         *("trainer.initial_state=noise", "trainer.spike_deviations=3", "optimizer.max_grad_norm=0.1")
     ],
-    "contiguous documents": [TWO, "data.contiguous=true", PACKED],
+    "contiguous documents": [TWO, "data.contiguous=true", PACKED, EPS],
     "context parallelism": [TWO, "launch.context_parallel=2", PACKED],
     "mixture": [PACKED, "data=mixture", "data.path=null"],
     "stream": ["data.stream=true", "data.stream_head_documents=100"],
@@ -56,25 +58,16 @@ FEATURES = {
     ],
     "custom optimizer and callbacks": [
         *(TWO, "optimizer.name=optimization:Lion", "optimizer.options={betas: [0.8, 0.9]}"),
-        f"trainer.callbacks={CALLBACKS}",
+        *("optimizer.lr=1e-3", f"trainer.callbacks={CALLBACKS}"),
     ],
 }
-# Resumed on another number of ranks, sums over ranks round otherwise; a large eps keeps that small.
-RESHARDED = {
-    "plain": ["optimizer.eps=1e-3"],
-    "muon": ["optimizer=muon", "optimizer.eps=1e-3", "model.num_heads=3"],
-    "passing": ["optimizer.eps=1e-3", PASSING],
-    "contiguous documents": ["optimizer.eps=1e-3", "data.contiguous=true", PACKED],
-    "custom optimizer and callbacks": [
-        *("optimizer.name=optimization:Lion", "optimizer.lr=1e-3", f"trainer.callbacks={CALLBACKS}")
-    ],
-    "context parallelism": ["optimizer.eps=1e-3", PACKED],
-}
+# The features of two ranks that are also resumed on one.
+RESHARDED = ["packed", "muon", "passing", "contiguous documents", "custom optimizer and callbacks"]
 MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}  # keys of metrics
 Make = Callable[..., TrainConfig]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make(overrides: list[str], corpus: Path) -> Make:
     """`make(*options)` composes a run: of text, or of a task if an experiment is named."""
     register()
@@ -93,23 +86,37 @@ def make(overrides: list[str], corpus: Path) -> Make:
     return composed
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def train(
-    tmp_path: Path, warm_ranks: ranks.WarmRanks, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, warm_ranks: ranks.WarmRanks
 ) -> Iterator[Callable[[TrainConfig], None]]:
     """Train in a folder outside the repository that holds copies of the examples."""
-    elsewhere = shutil.copytree(EXAMPLES, tmp_path / "elsewhere")
-    monkeypatch.chdir(elsewhere)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(
-        "fla_train.training.launch.run_workers",
-        lambda arguments, config, **_: warm_ranks.run(
-            config.num_processes, train_in, elsewhere, Path(arguments[-1])
-        ),
-    )
-    yield launch
+    elsewhere = shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("examples") / "elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(elsewhere)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(
+            "fla_train.training.launch.run_workers",
+            lambda arguments, config, **_: warm_ranks.run(
+                config.num_processes, train_in, elsewhere, Path(arguments[-1])
+            ),
+        )
+        yield launch
     for name in ("callbacks", "optimization"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def whole(make: Make, train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`whole(feature)` is an undisturbed run with it."""
+
+    @functools.cache
+    def run(feature: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        train(make(*FEATURES[feature], f"run.dir={folder}"))
+        return folder
+
+    return run
 
 
 def train_in(folder: Path, plan: Path) -> None:
@@ -157,10 +164,8 @@ def assert_equal(ours: object, theirs: object, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, tmp_path: Path, feature: str):
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    train(make(*FEATURES[feature], f"run.dir={whole}"))
-    cut(whole, again)
+def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, whole, tmp_path: Path, feature: str):
+    whole, again = whole(feature), cut(whole(feature), tmp_path / "again")
     train(make(*FEATURES[feature], f"run.dir={again}"))
     assert f"from {again}/checkpoints/{checkpoint.folder_name(MIDDLE)}" in (again / "train.log").read_text()
     assert "afresh" not in (again / "train.log").read_text()
@@ -169,14 +174,19 @@ def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, tmp_path: Pa
     assert len([record for record in metrics(whole) if "loss" in record]) == STEPS
 
 
-@pytest.mark.parametrize("feature", RESHARDED)
-def test_a_run_resumes_on_another_number_of_ranks(make: Make, train, tmp_path: Path, feature: str):
-    options = RESHARDED[feature]
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    train(make(*options, f"run.dir={whole}", TWO))
-    cut(whole, again)
-    more = [TWO, "launch.context_parallel=2"] if feature == "context parallelism" else []
-    train(make(*options, f"run.dir={again}", "trainer.micro_batch_size=4", *more))
+@pytest.mark.parametrize(
+    ("feature", "more"),
+    [
+        *((feature, ()) for feature in RESHARDED),
+        ("packed", (TWO, "launch.context_parallel=2", "trainer.micro_batch_size=4")),
+    ],
+)
+def test_a_run_resumes_on_another_number_of_ranks(
+    make: Make, train, whole, tmp_path: Path, feature: str, more: tuple[str, ...]
+):
+    whole, again = whole(feature), cut(whole(feature), tmp_path / "again")
+    options = [option for option in FEATURES[feature] if option != TWO]
+    train(make(*options, *more, f"run.dir={again}"))
     assert "start from zero" not in (again / "train.log").read_text()
     # Muon rounds to bf16, and Lion takes signs of sums that may be near zero.
     tolerance = 1e-3 if feature in ("muon", "custom optimizer and callbacks") else 1e-5
