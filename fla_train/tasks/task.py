@@ -173,14 +173,15 @@ class Task(ABC):
         return {"accuracy": tally.token_accuracy, "sequence_accuracy": tally.sequence_accuracy}
 
     def against_chance(self, accuracy: float, sequences: float) -> str:
-        """Return how an accuracy over labels compares with chance: `(chance 0.1927: at chance)`.
+        """Return how an accuracy compares with chance: `(0.19 of answers, chance 0.19: at chance)`.
 
         Above chance means by more than two standard errors, one observation per sequence.
         """
         if self.chance is None:
             return ""
         margin = 2 * math.sqrt(self.chance * (1 - self.chance) / sequences)
-        return f"(chance {self.chance:.4f}: {'above' if accuracy > self.chance + margin else 'at'} chance)"
+        verdict = "above" if accuracy > self.chance + margin else "at"
+        return f"({accuracy:.4f} of answers, chance {self.chance:.4f}: {verdict} chance)"
 
     @abstractmethod
     def _generate(self, keys: np.ndarray) -> Batch:
