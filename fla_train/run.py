@@ -197,9 +197,10 @@ def _is_readable(folder: Path) -> bool:
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the settings of each run that not all runs share, by dotted key.
+    """Return the settings of each run that differ between runs, by dotted key.
 
-    Folders and machines do not count, and neither do keys that a run does not have.
+    Folders and machines do not count. Runs without a key, such as those of another library's model, do not
+    make it differ.
     """
     settings = [run.settings for run in runs]
     names = dict.fromkeys(name for values in settings for name in values)
@@ -207,7 +208,7 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
         name
         for name in names
         if resume_rule(TrainConfig, name) != "free"
-        and len({json.dumps(values.get(name)) for values in settings}) > 1
+        and len({json.dumps(values[name]) for values in settings if name in values}) > 1
     ]
     return [{name: values[name] for name in differ if name in values} for values in settings]
 

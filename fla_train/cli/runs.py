@@ -108,7 +108,9 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     lines = [f"{len(rows)} run(s) in {home}, the best {metric.replace('_', ' ')} first"]
     lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
     others = [{key: value for key, value in row["differs"].items() if key != "seed"} for row in rows]
-    frame["runs"] = [difference(settings) or row["model"] for settings, row in zip(others, rows, strict=True)]
+    frame["runs"] = [
+        difference({"model": row["model"]} | other) for row, other in zip(rows, others, strict=True)
+    ]
     frame["seed"] = [row["differs"].get("seed") for row in rows]
     groups = frame.groupby("runs", sort=False)
     several = groups["seed"].nunique() > 1
