@@ -181,11 +181,11 @@ def labelled_lines(
 
 
 def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, number: str, power: int) -> None:
-    """Draw horizontal bars in groups, with our speedup at each bar of another implementation.
+    """Draw horizontal bars in groups, with the speedup relative to the first at each other bar.
 
     Args:
         name: of the figure.
-        groups: for each group, the values by name. The first is `ours`.
+        groups: for each group, the values by name. If one is `ours`, it is the first.
         label: of the axis of values.
         number: format of a value.
         power: 1 for times, -1 for speeds.
@@ -195,11 +195,13 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
         y, ticks = 0.0, {}
         for group, values in groups.items():
             panel.text(0, y, group, fontweight="bold", va="center")
-            for i, (row, value) in enumerate(values.items()):
+            first = next(iter(values))
+            for row, value in values.items():
                 y += 1
-                panel.barh(y, value, 0.8, color=family_color(group) if i == 0 else OTHER)
-                speedup = "" if i == 0 else f" (ours {(value / values['ours']) ** power:.2f}x)"
-                text = number.format(value) + speedup
+                peer, text = first == "ours" and row != first, number.format(value)
+                panel.barh(y, value, 0.8, color=OTHER if peer else family_color(group))
+                if row != first:
+                    text += f" ({'ours ' * peer}{(value / values[first]) ** power:.2f}x)"
                 panel.annotate(text, (value, y), (4, 0), textcoords="offset points", va="center")
                 ticks[y] = row
             y += 1.3
@@ -215,22 +217,9 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
 
 def perplexity(name: str) -> None:
     """Draw the perplexity of ten models of 50M parameters against context length."""
-    labels = {
-        "llama": "Llama",
-        "transformer": "Transformer++",
-        "delta_net": "DeltaNet",
-        "hybrid_global2": "DeltaNet + 2 attention layers",
-        "delta_product": "DeltaProduct_2",
-        "hybrid_swa": "DeltaNet + sliding windows",
-        "gated_delta_net": "Gated DeltaNet",
-        "gla": "GLA",
-        "retnet": "RetNet",
-        "gated_delta_product": "Gated DeltaProduct_2",
-    }
-    models = read("lm-50m/comparison.json")
     curves = {
-        label: [(row["length"], row["perplexity"]) for row in models[key]["length"]["lengths"]]
-        for key, label in labels.items()
+        model["name"]: [(row["length"], row["perplexity"]) for row in model["length"]["lengths"]]
+        for model in read("lm-50m/comparison.json").values()
     }
     axes = {"yscale": "log", "yticks": [40, 60, 100, 200, 400], "ylabel": "perplexity"}
     labelled_lines(name, curves, (5.9, 3.6), ".0f", 2048, xlabel="context length (tokens)", **axes)
@@ -276,6 +265,17 @@ def training(name: str) -> None:
     bars(name, groups, "tokens/s (higher is better)", "{:,.0f}", power=-1)
 
 
+def scaling(name: str) -> None:
+    """Draw the training speed on one and on several GPUs of one host."""
+    groups: dict[str, dict[str, float]] = {}
+    for file, gpu in {"two-h100": "H100", "train-2xh200": "H200", "scaling-h200": "H200"}.items():
+        for row in read(f"benchmarks/{file}.json")["rows"]:
+            if "gpus" in row:
+                group = groups.setdefault(f"Gated DeltaProduct_2, {row['model']}, {gpu}", {})
+                group["one GPU" if row["gpus"] == 1 else f"{row['gpus']} GPUs"] = row["tokens_per_second"]
+    bars(name, groups, "tokens/s (higher is better)", "{:,.0f}", power=1)
+
+
 N_H = {f"DeltaProduct_{n} [-1, 1]": f"n_h = {n}" for n in (1, 2, 3, 4)}
 BASELINES = {"Transformer": "Transformer", "Mamba [-1, 1]": "Mamba"}
 LAYERS = {f"{n} layers": f"{n} layers" for n in (2, 3, 4, 5)}
@@ -311,6 +311,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     "decoding": decoding,
     "operator": operator,
     "training": training,
+    "scaling": scaling,
 }
 
 
