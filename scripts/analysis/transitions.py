@@ -89,16 +89,15 @@ def transitions(model: nn.Module, ids: Tensor, kept: Tensor) -> list[Transitions
 def draw(layer: Transitions, file: Path, heads: Sequence[int]) -> None:
     """Draw a column for each of `heads`: betas by token above, eigenvalues below."""
     steps = layer.beta.shape[1]
-    with style():
-        figure = Figure(figsize=(2.6 * len(heads) + 0.6, 5.2))
-        axes = figure.subplots(2, len(heads), squeeze=False)
+    figure = Figure(figsize=(2.6 * len(heads) + 0.6, 5.2))
+    axes = figure.subplots(2, len(heads), squeeze=False)
     values, dimensions = torch.linalg.eigvals(layer.matrices()), layer.effective_dimension()
     circle = np.exp(2j * np.pi * np.linspace(0, 1, 200))
     for head, (above, below) in zip(heads, axes.T, strict=True):
         for j in range(steps):
             above.plot(layer.tokens, layer.beta[:, j, head], ".", label=f"Householder step {j + 1}")
         above.set(title=f"head {head}", xlabel="token id", ylim=(-0.1, 2.1))
-        points = np.unique(values[:, head].numpy().round(3))  # most are 1
+        points = np.unique(values[:, head].numpy().round(2))  # most are 1
         below.plot(circle.real, circle.imag, color="0.8", lw=0.8)
         below.plot(points.real, points.imag, ".", alpha=0.6)
         below.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xlabel="real part of eigenvalues")
@@ -117,7 +116,8 @@ def main(checkpoint: str, folder: Path, heads: Sequence[int] = ()) -> None:
     kept = torch.as_tensor(task.elements) if isinstance(task, GroupWords) else torch.arange(task.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     for number, layer in enumerate(transitions(model, task.batch(range(SEQUENCES)).input_ids, kept)):
-        draw(layer, folder / f"layer-{number}.svg", heads or range(layer.beta.shape[-1]))
+        with style():
+            draw(layer, folder / f"layer-{number}.svg", heads or range(layer.beta.shape[-1]))
 
 
 if __name__ == "__main__":
