@@ -76,8 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Half a million objects of imported modules would be searched for garbage again and again, and later imports
-    # add to them.
+    # Half a million objects of imported modules would be searched for garbage again and again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)
