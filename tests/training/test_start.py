@@ -38,8 +38,17 @@ def stop(*_, **__):
 launch.run_workers = stop
 main()
 """
+# The final environment may hide GPUs, so imports ahead must not ask for them.
 WORKER = """
 import os, sys
+from importlib import import_module
+from unittest.mock import patch
+from fla_train.utils.import_ahead import AHEAD
+ask = ("is_available", "device_count", "get_device_properties", "_lazy_init")
+with patch.multiple("torch.cuda", **dict.fromkeys(ask)):
+    for name in AHEAD:
+        import_module(name)
+assert "deepspeed" not in sys.modules
 from fla_train.cli.train import main
 import fla_train.kernels.delta_product.selfcheck as selfcheck
 import fla_train.training.trainer as trainer
@@ -65,7 +74,7 @@ main()
 def test_what_is_not_needed_is_not_imported(
     overrides: list[str], tmp_path: Path, program: str, left_out: list[str], loaded: str
 ) -> None:
-    """The launcher is stopped at the start of its workers, a worker at its first step."""
+    """The launcher is stopped at the start of its workers, a worker that imports ahead at its first step."""
     place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
     command = [sys.executable, "-c", program, *overrides, *place]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -20,16 +20,6 @@ import_ahead([])
 print(Process().children()[0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-# The final environment may hide GPUs, so that nothing may ask for them earlier.
-UNASKED = """
-import sys, torch
-for name in ("is_available", "device_count", "get_device_properties", "_lazy_init"):
-    setattr(torch.cuda, name, None)
-from fla_train.utils.import_ahead import AHEAD
-for name in AHEAD:
-    __import__(name)
-assert "deepspeed" not in sys.modules
-"""
 
 
 def started(before: set[psutil.Process]) -> set[psutil.Process]:
@@ -83,10 +73,6 @@ def test_a_worker_waits_per_gpu_and_ends_unless_it_is_used(
     assert other.wait(300) == 3
     import_ahead.end_waiting_workers()
     assert not psutil.wait_procs(waiting, timeout=60)[1]
-
-
-def test_imports_ahead_do_not_depend_on_the_device():
-    subprocess.run([sys.executable, "-c", UNASKED], check=True)
 
 
 def test_the_waiting_worker_ends_with_a_launcher_that_is_killed():
