@@ -40,6 +40,7 @@ import yaml
 
 from tests import interpreter, light_hydra
 
+gc.disable()  # While tests are collected: imports make half a million objects, of which few become garbage.
 interpreter.speed_up()
 light_hydra.speed_up()
 # Hydra reads twenty files for a config, with this class.
@@ -76,10 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Half a million objects of imported modules would be searched for garbage again and again.
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
