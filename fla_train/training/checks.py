@@ -147,7 +147,7 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
     launch = config.launch
     if launch.device != "cuda" or config.dry_run:  # a dry run may plan for another machine
         return
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = torch.cuda.device_count()
     needed = launch.num_processes // launch.num_machines
     if needed > present:
         remedy = f"launch.num_processes={present * launch.num_machines}" if present else "launch.device=cpu"

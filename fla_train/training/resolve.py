@@ -130,7 +130,7 @@ def _fill_machine(config: TrainConfig) -> None:
     launch, trainer = config.launch, config.trainer
     if launch.device == AUTO:
         plans_for_gpus = config.dry_run and launch.num_processes not in (AUTO, 1)
-        launch.device = "cuda" if torch.cuda.is_available() or plans_for_gpus else "cpu"
+        launch.device = "cuda" if torch.cuda.device_count() or plans_for_gpus else "cpu"
     if is_rank():
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if launch.num_processes not in (AUTO, world):

@@ -113,7 +113,6 @@ def test_a_push_needs_a_token_before_data_are_prepared(
     ],
 )
 def test_what_a_machine_lacks(make_config: Make, monkeypatch, gpus: int, override: str, message: str):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match=message):

@@ -44,7 +44,7 @@ def test_the_first_document_and_the_tokenizer_are_read(corpus: Path, capsys, mon
 
 
 def test_machines_that_are_not_here(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     words = ["model=gated_delta_product/1.3b", "data=fineweb", "data.max_tokens=100000000000"]
     words += ["launch.num_machines=2", "launch.num_processes=16", "trainer.global_batch_tokens=524288"]
     hours = []

@@ -205,7 +205,6 @@ def test_an_array_task_trains_its_job_of_the_sweep(
 def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     more = ("run.dir=run", "trainer.global_batch_tokens=auto")
     expected = {"num_machines=1": 8, "num_machines=4": 32, "num_processes=2": 2, "device=cpu": 1}
