@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fla_train.data.config import TokenizerConfig
@@ -192,6 +192,9 @@ def _load_local(folder: Path) -> PreTrainedTokenizerBase:
         if (folder / "tokenizer.model").exists():
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
+            # This imports the list of transformers' models, a third of a second.
+            from transformers import GPT2Tokenizer
+
             return GPT2Tokenizer.from_pretrained(folder)
     return load_saved(folder)
 

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
-from fla_train.models.zoo import fla, transformers
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
 if TYPE_CHECKING:  # the launcher of a run imports configs but no models, which take seconds
@@ -75,6 +74,9 @@ def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _config_class(source: str, model_type: str) -> type[PreTrainedConfig]:
+    # They import the list of transformers' models: half a second.
+    from fla_train.models.zoo import fla, transformers
+
     match source:
         case "hf":
             return transformers.config_class(model_type)
