@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
+from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
+from fla_train.eval.run import evaluate
 from fla_train.hub.export import export_model
 from fla_train.hub.load import load_model
 
@@ -58,6 +60,20 @@ def test_a_models_code_does_not_run_unasked(foreign: Path, marker: Path) -> None
 def test_a_models_code_runs_if_asked_for(foreign: Path, marker: Path) -> None:
     model, _ = load_model(foreign, trust_remote_code=True)
     assert marker.exists() and type(model).__name__ == "OwnModel"
+
+
+def test_an_evaluation_imports_no_mixer_of_a_foreign_config(
+    foreign: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(foreign)
+    config = json.loads((foreign / "config.json").read_text())
+    del config["auto_map"]
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mixer": "own:OwnModel"}
+    (foreign / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.jsonl").write_text('{"text": "eight bytes and more"}\n')
+    suite = PerplexityConfig(lengths=[8], sets=[str(tmp_path / "text.jsonl")], bucket=8)
+    evaluate(EvalConfig(str(foreign), str(tmp_path / "out"), suite=SuiteConfig("perplexity", suite)))
+    assert not marker.exists()
 
 
 def test_a_tokenizers_code_never_runs(foreign: Path, marker: Path) -> None:
