@@ -23,7 +23,8 @@ from fla_train.utils.timeline import Timeline
 # Each takes a second or more, and the launcher does not need it.
 NOT_IN_THE_LAUNCHER = """
     accelerate datasets deepspeed lm_eval matplotlib.figure pandas scipy.stats sklearn sympy torch._dynamo
-    torch._inductor torch.distributed.tensor transformers.modeling_utils wandb fla_train.models.modeling
+    torch._inductor torch.distributed.tensor transformers.modeling_utils transformers.models wandb
+    fla_train.models.modeling
 """.split()
 NOT_BEFORE_THE_FIRST_STEP = (
     "datasets lm_eval matplotlib.figure scipy.stats tensorboard torchvision wandb".split()
