@@ -91,7 +91,7 @@ class TokenDataset:
         self._tokens = TokenStream(self.folder, split, manifest["dtype"], manifest["shards"])
         self._len = len(self._tokens) // seq_len
         if self._len == 0:
-            raise ValueError(f"{self.folder}: {split} has less than one sequence of {seq_len}: use more data")
+            raise ValueError(f"{self.folder}: {split} is below a sequence: lower trainer.seq_len={seq_len}")
 
     def __len__(self) -> int:
         """Return the number of sequences per epoch."""

@@ -72,7 +72,7 @@ class StreamDataset(TokenDataset):
             elif self._end() == self._tokens.shards:
                 self._len = len(self._tokens) // self.seq_len
                 if not self._len:
-                    raise ValueError(f"the stream is shorter than a sequence of {self.seq_len} tokens")
+                    raise ValueError(f"stream shorter than a sequence: lower trainer.seq_len={self.seq_len}")
             else:
                 time.sleep(_POLL_SECONDS)
         return indices % self._len if self._len else indices

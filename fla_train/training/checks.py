@@ -74,7 +74,7 @@ def find_model_errors(config: TrainConfig) -> Iterator[str]:
             from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
 
             if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
-                yield f"data.document_boundaries=true is not supported with {config.model['model_type']}"
+                yield f"{config.model['model_type']} mixes documents: set data.document_boundaries=false"
     except ValueError as error:
         yield str(error)
 

@@ -68,7 +68,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
     checkpoint_activations(model, mode, preserve_rng_state=preserve)
     documents = config.task is None and config.data.document_boundaries
     if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
-        raise ValueError(f"{type(model).__name__} does not support data.document_boundaries=true")
+        raise ValueError(f"{type(model).__name__} mixes documents: set data.document_boundaries=false")
     return model
 
 

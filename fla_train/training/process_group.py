@@ -98,7 +98,7 @@ def check_address(host: str) -> None:
     """
     address = _own_address(host)
     if GLOO_INTERFACE not in os.environ and address is not None and ip_address(address).is_loopback:
-        raise ValueError(f"launch.main_process_ip={host} is a loopback address: give one that others reach")
+        raise ValueError(f"launch.main_process_ip={host} is loopback: give another, or set {GLOO_INTERFACE}")
 
 
 def interface_towards(host: str) -> str | None:

@@ -134,7 +134,7 @@ def _fill_machine(config: TrainConfig) -> None:
     if is_rank():
         world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if launch.num_processes not in (AUTO, world):
-            raise ValueError(f"launch.num_processes={launch.num_processes}, but {world} ranks were started")
+            raise ValueError(f"leave out launch.num_processes={launch.num_processes}: {world} ranks started")
         launch.num_processes, launch.num_machines = world, world // local
     elif launch.num_processes == AUTO:
         # A CUDA graph needs a single process.
@@ -215,5 +215,5 @@ def _fill_steps(config: TrainConfig, prepared: PreparedData | None) -> None:
     if tokens is not None:
         trainer.max_steps = tokens // trainer.global_batch_tokens
         if trainer.max_steps == 0:
-            raise ValueError(f"trainer.max_tokens or epochs: {tokens:,} tokens are less than a step")
+            raise ValueError(f"{tokens:,} tokens are below a step: raise trainer.max_tokens or .epochs")
     config.schedule.warmup_steps = config.schedule.warmup(trainer.max_steps)

@@ -148,7 +148,7 @@ def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
         head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
     )
     if not report.ok:
-        raise ValueError(f"backend check failed: {report.summary()}; set another model.backend (fla-doctor)")
+        raise ValueError(f"backend check failed: {report.summary()}; set model.backend or TRITON_PTXAS_PATH")
     if os.environ["RANK"] == "0":
         log(f"backend      {report.summary()}")
 
