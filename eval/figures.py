@@ -201,7 +201,7 @@ def _columns(results: Sequence[EvalResult]) -> list[Column]:
 
 
 def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
-    """Bars of scores with standard errors; dotted lines at chance; grey dots for the rows of Table 1."""
+    """Draw bars of scores with standard errors; dotted lines at chance; grey dots for the rows of Table 1."""
     columns = _columns(results)
     if not columns:
         return False

@@ -70,7 +70,7 @@ class Mean:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval by the quantile of Student's t; None without `stderr`.
+        """Return the 95% interval by the quantile of Student's t; None without `stderr`.
 
         With the number of documents as degrees of freedom it would be too narrow where lengths differ:
         tests/eval/test_intervals.py measures the coverage.

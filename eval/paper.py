@@ -21,7 +21,7 @@ class Column:
 
     @property
     def percent(self) -> bool:
-        """Whether the papers print percent; perplexities are printed as they are."""
+        """Return whether the papers print percent; perplexities are printed as they are."""
         return "perplexity" not in self.metric
 
 

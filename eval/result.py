@@ -60,7 +60,7 @@ class Score:
 
     @property
     def key(self) -> tuple[str, str, str, int | None]:
-        """The arguments of `EvalResult.find`, by which a comparison matches scores."""
+        """Return the arguments of `EvalResult.find`, by which a comparison matches scores."""
         return self.section, self.data, self.metric, self.length
 
 

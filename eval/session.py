@@ -38,12 +38,12 @@ class Session:
 
     @cached_property
     def prefix(self) -> list[int]:
-        """The token before a document, or nothing."""
+        """Return the token before a document, or nothing."""
         return document_prefix(self.model, self.tokenizer)
 
     @cached_property
     def limit(self) -> int | None:
-        """The tokens that the model has positions for, None without a limit."""
+        """Return the number of positions of the model, or None without a limit."""
         return position_limit(self.model)
 
 

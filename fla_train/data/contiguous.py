@@ -42,11 +42,11 @@ class ContiguousDataset:
                 raise ValueError(f"{short}: lower trainer.global_batch_tokens or trainer.seq_len")
 
     def __len__(self) -> int:
-        """Sequences until some part has been read once, but for a rest smaller than its rows."""
+        """Return the number of sequences until one part has been read once, except a rest below its rows."""
         return int(self._lengths.min()) * self._rows
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The part of each sequence, its position there, and whether it follows the one before in its row."""
+        """Return each sequence's part, its position there, and whether it continues the row's last one."""
         steps, rows = np.divmod(np.asarray(indices, dtype=np.int64), self._rows)
         parts = self._part[rows]
         epochs, within = np.divmod(steps, self._lengths[parts])
@@ -59,7 +59,7 @@ class ContiguousDataset:
         return parts, positions, (within > 0) & (positions > 0)
 
     def sequences(self, indices: np.ndarray) -> Batch:
-        """Sequences `indices` (int64, >= 0) as one micro-batch, with `continues`."""
+        """Return the sequences `indices` (int64, >= 0) as one micro-batch, with `continues`."""
         parts, positions, continues = self.places(indices)
         read = [(self._parts[part], np.array([at])) for part, at in zip(parts, positions, strict=True)]
         ids = torch.cat([part.sequences(at) for part, at in read])

@@ -34,7 +34,7 @@ class TokenStream:
 
     @property
     def shards(self) -> int:
-        """The number of shards so far."""
+        """Return the number of shards so far."""
         return len(self._records)
 
     def add(self, record: Record) -> None:

@@ -31,24 +31,24 @@ class MixtureDataset:
             self._rank[mine] = np.arange(mine.sum())
 
     def __len__(self) -> int:
-        """Sequences until some part has been read once."""
+        """Return the number of sequences until one part has been read once."""
         return min(
             len(part) * len(self._turns) // int(share)
             for part, share in zip(self.parts, self._shares, strict=True)
         )
 
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
-        """Sequences `indices` (int64, >= 0). Returns [n, seq_len] int64."""
+        """Return the sequences `indices` (int64, >= 0) as [n, seq_len] int64."""
         rows = zip(*self.places(indices), strict=True)
         return torch.cat([self.parts[part].sequences(np.array([index])) for part, index in rows])
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
-        """For each sequence, where in (0, seq_len) a new document begins: ascending int64."""
+        """Return for each sequence where in (0, seq_len) documents begin: ascending int64."""
         rows = zip(*self.places(indices), strict=True)
         return [self.parts[part].boundaries(np.array([index]))[0] for part, index in rows]
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each index, and the index within that part: both [n] int64."""
+        """Return the part of each index, and the index within that part: both [n] int64."""
         periods, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._turns))
         part = self._turns[place]
         return part, periods * self._shares[part] + self._rank[place]
@@ -74,7 +74,7 @@ def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def turns(shares: list[int]) -> np.ndarray:
-    """[sum of shares] int64: the part whose turn it is at each position of the period.
+    """Return the part whose turn it is at each position of the period: [sum of shares] int64.
 
     The turns of each part are spread evenly: turn j of a part with s turns is due after (j + 1/2) / s of the
     period.

@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     context_part: object | None = None
 
     def targets(self) -> torch.Tensor:
-        """The token after each one, -100 without a target: [B, T], without the last in whole rows."""
+        """Return the token after each one, -100 without a target: [B, T], or [B, T - 1] for whole rows."""
         return self.labels[:, 1:] if self.shift_labels is None else self.shift_labels
 
     def to(self, device: torch.device) -> "Batch":
@@ -109,11 +109,11 @@ class BatchSampler:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step on each rank."""
+        """Return the number of micro-batches per optimizer step on each rank."""
         return self.global_batch // (self.micro_batch * self.world)
 
     def indices(self, step: int) -> np.ndarray:
-        """[accumulation, micro_batch] int64: this rank's sequences at optimizer step `step` (from 0)."""
+        """Return this rank's sequences at step `step` (from 0): [accumulation, micro_batch] int64."""
         whole = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
         return whole.reshape(self.accumulation, self.world, self.micro_batch)[:, self.rank]
 
@@ -165,7 +165,7 @@ class PrefetchLoader:
 def sequential_batches(
     dataset: Dataset | PackedDataset, batch: int, *, limit: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[torch.Tensor | Batch]:
-    """This rank's share of the first `limit` sequences (None = one epoch), in order.
+    """Yield this rank's batches of the first `limit` sequences (None: one epoch), in order.
 
     Yields what `dataset.sequences` returns for at most `batch` of them. Every sequence goes to exactly one
     rank. Ranks may get unequal numbers of batches: reduce sums, not means.

@@ -66,7 +66,7 @@ def open_source(config: DataConfig, commit: str | None = None) -> Source:
 
 
 def _stdlib(config: DataConfig) -> Source:
-    """The standard library of the running Python."""
+    """Open the standard library of the running Python."""
     root = Path(sysconfig.get_path("stdlib"))
     texts, names, digest = [], [], hashlib.sha256()
     for path in sorted(_standard_modules(root)):

@@ -38,7 +38,7 @@ class TokenizerNotCached(ValueError):
 def load_tokenizer(
     config: TokenizerConfig, train_texts: Iterable[str] = (), *, offline: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that `config` names; `train_texts` is read only by "bpe".
+    """Load the tokenizer that `config` names; only "bpe" reads `train_texts`.
 
     Args:
         offline: load a Hub tokenizer from the cache only.
@@ -57,7 +57,7 @@ def load_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. A special token's name in a text (`</s>`) is encoded as plain text."""
+    """Return the token ids of each text. The name of a special token (`</s>`) in a text stays text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -71,7 +71,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of the saved backend, which determines the ids, or of the vocabulary if there is none."""
+    """Return the sha256 of the saved backend, which determines the ids, or of the vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -79,12 +79,12 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def ids_needed(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id + 1: more than `len(tokenizer)` where the vocabulary has unused ids."""
+    """Return the largest id + 1, which exceeds `len(tokenizer)` if the vocabulary has unused ids."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def tokenizer_size(config: TokenizerConfig, *, offline: bool = False) -> int:
-    """Rows of an embedding for the tokenizer, known before any text is read.
+    """Return the rows that an embedding needs for the tokenizer, without reading any text.
 
     Args:
         offline: load a Hub tokenizer from the cache, or raise `TokenizerNotCached`.
@@ -98,7 +98,7 @@ def tokenizer_size(config: TokenizerConfig, *, offline: bool = False) -> int:
 
 
 def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
-    """Whether both give every text the same ids. A bpe tokenizer is not trained yet and equals no other."""
+    """Return whether both give each text the same ids; False for bpe, which is not trained yet."""
     if one == other:
         return True
     if "bpe" in (one.name, other.name):
@@ -107,7 +107,7 @@ def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes after the special tokens: byte b has id b + 3."""
+    """Build the tokenizer of bytes, which follow the special tokens: byte b has id b + 3."""
     symbols = bytes_to_unicode()
     vocab = {PAD: 0, BOS: 1, EOS: 2} | {symbols[b]: b + 3 for b in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -200,7 +200,7 @@ def _load_local(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder that transformers has written, or of the Hub. No Python file of it is run."""
+    """Load a tokenizer of the Hub or of a folder that transformers wrote. None of its Python files is run."""
     # AutoTokenizer imports generation and torch._dynamo, which takes seconds.
     from transformers import AutoTokenizer
 
@@ -214,7 +214,7 @@ def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrain
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
-    """A fast tokenizer from the byte-fallback BPE model in file `path`; it adds no tokens of its own.
+    """Convert the byte-fallback BPE model in `path` to a fast tokenizer, which adds no tokens.
 
     Raises:
         RuntimeError: the file is not a SentencePiece model.
@@ -257,7 +257,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _merges(model: SentencePieceProcessor, pieces: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that joins to a piece, ordered by the score of the joined piece, best first."""
+    """List the pairs of pieces that join to a piece, ordered by the score of that piece, highest first."""
     merges = []
     for i, piece in enumerate(pieces):
         if model.is_control(i) or model.is_unknown(i) or model.is_byte(i):
@@ -270,7 +270,7 @@ def _merges(model: SentencePieceProcessor, pieces: list[str], vocab: dict[str, i
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
-    """UTF-8 bytes of each token id, [ids] int64; special tokens have none.
+    """Return the number of UTF-8 bytes of each token id, [ids] int64; 0 for special tokens.
 
     Bits per byte follow from these. The sum over a text's tokens is the text's size, except for what the
     tokenizer changes first: SentencePiece prepends a space, and some normalise characters.

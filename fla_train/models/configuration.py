@@ -140,12 +140,12 @@ class DeltaProductConfig(PreTrainedConfig):
 
     @property
     def head_v_dim(self) -> int:
-        """Channels of a value head, V."""
+        """Return the channels of a value head, V."""
         return int(self.head_dim * self.expand_v)
 
     @property
     def attention_layers(self) -> list[int]:
-        """Indices of the softmax attention layers."""
+        """Return the indices of the softmax attention layers."""
         return [i for i, layer in enumerate(self.layer_types) if layer != "linear_attention"]
 
     def to_dict(self) -> dict[str, Any]:

@@ -154,12 +154,12 @@ class Choice:
 
     @property
     def pure(self) -> bool:
-        """Whether the scores depend only on the logits, so that the graph can include the choice."""
+        """Return whether the scores depend only on the logits, so that the graph can include the choice."""
         return all(type(x) in PURE for x in self.processors)
 
     @property
     def key(self) -> Hashable:
-        """The end tokens, and all settings if the graph includes the choice."""
+        """Return the end tokens, and all settings if the graph includes the choice."""
         settings = tuple((type(x), *sorted(vars(x).items())) for x in self.processors)
         return (settings, self.do_sample, self.ends, self.pad) if self.pure else self.ends
 

@@ -33,7 +33,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters; the head counts unless it is tied."""
+        """Return the number of all parameters; the head counts unless it is tied."""
         return self.body + (1 if self.tied else 2) * self.embedding
 
 
@@ -49,7 +49,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """The peak, at the start of the backward pass or when gradients are copied to be reduced."""
+        """Return the peak, at the start of the backward pass or when gradients are copied to be reduced."""
         begin = self.activations + (self.gradients if self.accumulates else 0)
         return self.parameters + self.optimizer + max(begin, 2 * self.gradients)
 

@@ -46,7 +46,7 @@ class VisibleKeys(MovableTensors):
 
     @property
     def plain(self) -> bool:
-        """Whether each token sees all earlier tokens, so that a causal kernel needs no mask."""
+        """Return whether each token sees all earlier tokens, so that a causal kernel needs no mask."""
         length, keys = len(self.queries), len(self.keys)
         if self.first is None or self.query_documents is not None or keys != self.first + length:
             return False

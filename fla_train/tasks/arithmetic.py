@@ -23,7 +23,7 @@ _OPERATOR, _MINUS, _OPEN, _CLOSE = 5, 6, 8, 9
 
 
 def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
-    """Digits joined by operators, without brackets; * binds first. Lengths are odd.
+    """Write digits joined by operators, without brackets; * binds first. Lengths are odd.
 
     An expression ends at each digit.
     """
@@ -107,7 +107,7 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
 
 
 def split_alphabet(alphabet: str) -> tuple[np.ndarray, np.ndarray]:
-    """The digits' values and the operators' places in OPERATORS, as int64 arrays.
+    """Return the digits' values and the operators' places in OPERATORS, as int64 arrays.
 
     Raises:
         ValueError: if either is empty, or a token is neither.

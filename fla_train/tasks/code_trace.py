@@ -93,11 +93,11 @@ class CodeTrace(Task):
         super().__init__(vocab_size=len(self.tokens), seq_len=length, **stream)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The session that token ids stand for."""
+        """Return the session that token ids stand for."""
         return "".join(self.tokens[i] for i in ids)
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """The symbols of every line: first assignments, permutations, prints, printed values."""
+        """List the symbols of each line: first assignments, permutations, prints, printed values."""
         names, values = ascii_lowercase[: self.variables], list(map(str, range(self.variables)))
         lines = [(">>> ", name, " = ", value, "\n") for name in names for value in values]
         self._first_move = len(lines)

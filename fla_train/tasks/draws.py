@@ -15,7 +15,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2^64 over the g
 
 
 def stream_keys(seed: int, indices: np.ndarray | Sequence[int]) -> np.ndarray:
-    """[n] uint64: the state in which the stream of each sequence begins; `indices` are >= 0."""
+    """Return the first state of each sequence's stream: [n] uint64. `indices` are >= 0."""
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
     origin = np.frombuffer(digest, dtype="<u8")[0]
     # Mixed twice: an index must not become a shift along another sequence's stream.
@@ -23,7 +23,7 @@ def stream_keys(seed: int, indices: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 def draw(keys: np.ndarray, count: int) -> np.ndarray:
-    """[count, n] uint32, uniform and independent: the first `count` draws of each of the n streams `keys`.
+    """Return the first `count` draws of the n streams `keys`: [count, n] uint32, uniform and independent.
 
     Draw i > 0 depends on `count` too, since each 64-bit word gives one draw to either half of the result.
     """

@@ -147,7 +147,7 @@ def _write_parity(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _write_even_pairs(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each 01 or 10 changes the bit, so their number is odd exactly if the first and last bits differ."""
+    """Write bits and answers. Each 01 or 10 changes the bit: their number is odd if the ends differ."""
     bits = below(draws[0], 2).T
     return bits + 1, (bits[:, :1] ^ bits) + 1
 

@@ -119,7 +119,7 @@ class GroupWords(Task):
         return Batch.of(input_ids, labels, length=self.length)
 
     def _running_products(self, elements: np.ndarray) -> np.ndarray:
-        """[steps, b]: the products of elements[: t + 1] for each t; one table look-up per step for all b."""
+        """Return the products of elements[: t + 1] for each t: [steps, b], one look-up per step for all b."""
         products = np.empty_like(elements)
         products[0] = elements[0]
         entry = np.empty_like(elements[0])

@@ -34,7 +34,7 @@ class Group:
 
 @lru_cache(maxsize=32)
 def make_group(name: str) -> Group:
-    """The group called `name`; factors of a direct product are joined by "x".
+    """Build the group called `name`; "x" joins the factors of a direct product.
 
     Elements are numbered so:
         S<n>, A<n>: the (even) permutations of n points in lexicographic order; a b maps i to b[a[i]].
@@ -68,8 +68,9 @@ def make_group(name: str) -> Group:
 
 
 def generators_first(group: Group, elements: np.ndarray) -> np.ndarray:
-    """`elements` in a fixed shuffled order, except that each one which the elements before it do not generate
-    comes early. So the first few generate as large a subgroup as all of them: two of A5 or S5.
+    """Shuffle `elements` in a fixed way, then move those early that the elements before them do not generate.
+
+    So the first few generate as large a subgroup as all of them: two of A5 or S5.
     """
     n = len(elements)
     shuffled = elements[without_replacement(draw(stream_keys(0, [0]), n), n)[0]]
@@ -82,7 +83,7 @@ def generators_first(group: Group, elements: np.ndarray) -> np.ndarray:
 
 
 def _generated(group: Group, elements: list[int]) -> np.ndarray:
-    """The subgroup that `elements` generate. In a finite group inverses are powers: products are enough."""
+    """Return the subgroup that `elements` generate. Products are enough, since inverses are powers."""
     reached = np.array([0])
     while len(larger := np.union1d(reached, group.table[reached][:, elements])) > len(reached):
         reached = larger

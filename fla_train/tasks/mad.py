@@ -171,7 +171,7 @@ class FuzzyRecall(Task):
         return Batch.of(sequence[:, :-1].copy(), labels.copy(), length=self.seq_len)
 
     def _pair(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Letters [n, 2 motif] of a key and a value, -1 behind the end of each, and the key's number [n]."""
+        """Draw letters [n, 2 motif] of a key and a value, -1 behind their ends, and the key's number [n]."""
         sizes, for_key, for_value = np.split(draws, [2, 2 + self.motif])
         place = np.arange(self.motif)
         key_size = 1 + below(sizes[0], self.motif) if self.training else np.full(draws.shape[1], self.motif)
@@ -260,13 +260,13 @@ class Memorization(Task):
 
 
 def _layout(noise: np.ndarray, choice: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each place [n, m]: its first token, and whether its pair came before. Noise takes one token."""
+    """Return for each place [n, m] its first token, and whether its pair came before; noise takes a token."""
     tokens = np.where(noise, 1, 2)
     return np.cumsum(tokens, axis=1) - tokens, _seen_before(np.where(noise, -1, choice), pairs)
 
 
 def _seen_before(choice: np.ndarray, values: int) -> np.ndarray:
-    """[n, m] bool: whether choice[i, j] occurs in choice[i, :j]; -1 counts as nothing."""
+    """Return whether choice[i, j] occurs in choice[i, :j]: [n, m] bool; -1 counts as nothing."""
     places = np.arange(choice.shape[1])
     first = np.full((len(choice), values + 1), len(places))  # the first place of each value; -1 is the last
     np.minimum.at(first, (np.arange(len(choice))[:, None], choice), places)

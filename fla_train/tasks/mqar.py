@@ -99,7 +99,7 @@ class MQAR(Task):
         return Batch.of(input_ids, labels, length=lengths[choice], num_kv_pairs=pairs[choice])
 
     def _sequences(self, keys: np.ndarray, setting: MQARSetting) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels [b, seq_len] of the streams `keys` [b]."""
+        """Draw inputs and labels [b, seq_len] of the streams `keys` [b]."""
         n, pairs, context = len(keys), setting.num_kv_pairs, 2 * setting.num_kv_pairs
         places = (setting.seq_len - context) // 2  # even offsets after the pairs
         drawn = draw(keys, 1 + 2 * pairs + places + setting.seq_len)[1:]

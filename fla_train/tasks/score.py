@@ -40,11 +40,11 @@ class Score:
 
     @property
     def mean_loss(self) -> float:
-        """Nats per label."""
+        """Return the loss in nats per label."""
         return self.loss / self.tally.tokens.item()
 
     def scalars(self, task: Task) -> dict[str, float]:
-        """The task's summary; of a list over prefixes, the entries at powers of two and the last."""
+        """Return the task's summary; lists over prefixes keep the entries at powers of two and the last."""
         found: dict[str, float] = {}
         for key, value in task.summary(self.tally).items():
             if isinstance(value, list):
