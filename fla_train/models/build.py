@@ -19,7 +19,6 @@ from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 if TYPE_CHECKING:  # the launcher of a run imports configs but no models, which take seconds
     from transformers import PreTrainedModel
 
-NODE_KEYS = ("source", "model_type", "config", "vocab_size")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, unless the node sets them
 # Keys that node["config"] may not have.
 NOT_FIELDS = ("vocab_size", "model_type", "architectures", "dtype", "transformers_version")

@@ -38,12 +38,8 @@ class Pushes(Callback):
     """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, log: Callable[[str], None]) -> None:
-        self._config, self._mixer, self._folder, self._log = (
-            config.hub,
-            config.model.get("mixer"),
-            folder,
-            log,
-        )
+        self._config, self._mixer = config.hub, config.model.get("mixer")
+        self._folder, self._log = folder, log
         self._record, self._output = folder.root / "pushes.jsonl", folder.root / "logs/push.log"
         self._scratch = folder.root / ".push"  # temporary files of the process, also of one that was killed
         self._process: subprocess.Popen | None = None
