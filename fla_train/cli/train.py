@@ -45,6 +45,7 @@ def train(node: DictConfig) -> int:
     from fla_train.training.log import log
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
+    gc.freeze()
     gc.enable()
     hydra = HydraConfig.get()
     config, last = to_config(node, hydra.overrides.task), False
