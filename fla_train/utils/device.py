@@ -10,9 +10,8 @@ def pick_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as failure:
-        raise ValueError(
-            f"device={name} cannot be used here ({str(failure).splitlines()[0]}): try device=cpu"
-        ) from failure
+        cause = str(failure).splitlines()[0]
+        raise ValueError(f"device={name} can't be used ({cause}): try device=cpu") from failure
     return name
 
 

@@ -46,9 +46,7 @@ class Suites(Callback):
         if self._process is None:
             self._start(step)
             return
-        self.trainer.log(
-            f"step {step:,}: suite {self._suite} skipped, step {self._step:,} is still evaluated"
-        )
+        self.trainer.log(f"step {step:,}: suite skipped, that of step {self._step:,} still runs")
 
     def finish(self) -> None:
         """Wait for the running evaluation, then evaluate the newest export, the result of the run."""
