@@ -19,6 +19,11 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return re.sub(r"^```math\n(.*?)^```$", lambda match: _mathml(match[1]), markdown, flags=re.S | re.M)
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Return the HTML of a page with translated links of the notebook, which mkdocs leaves as they are."""
+    return re.sub(r'href="(\w+)\.md', r'href="../\1/', html)
+
+
 def configuration() -> str:
     """Return the file of each command, then the files of each group, as folded blocks of YAML."""
     configs = ROOT / "configs"
