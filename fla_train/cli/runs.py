@@ -107,10 +107,8 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     style = {"index": False, "na_rep": "-", "float_format": "{:.4f}".format}
     lines = [f"{len(rows)} run(s) in {home}, the best {metric.replace('_', ' ')} first"]
     lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
-    others = [{key: value for key, value in row["differs"].items() if key != "seed"} for row in rows]
-    frame["runs"] = [
-        difference({"model": row["model"]} | other) for row, other in zip(rows, others, strict=True)
-    ]
+    settings = [{"model": row["model"]} | row["differs"] for row in rows]
+    frame["runs"] = [difference({key: own[key] for key in own if key != "seed"}) for own in settings]
     frame["seed"] = [row["differs"].get("seed") for row in rows]
     groups = frame.groupby("runs", sort=False)
     several = groups["seed"].nunique() > 1
