@@ -168,10 +168,11 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
     device = read_json(folder.environment).get("hardware") if folder.environment.is_file() else None
     processes = dist.get_world_size() if dist.is_initialized() else 1
     tokenizer, source = data.manifest["tokenizer"]["name"], data.manifest["source"]
+    kind = own_name(config.data.path) if source["kind"] == "local" else source["kind"]
     parts = [config.data, *config.data.mixture.values()] if config.task is None else []
     return CardInfo(
         name=folder.name,
-        data=" ".join(filter(None, (source.get("path"), source.get("name")))) or source["kind"],
+        data=" ".join(filter(None, (source.get("path"), source.get("name")))) or kind,
         datasets=[part.path for part in parts if part.source == "hub" and is_hub_name(part.path)],
         tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have no tokenizer
         init_from=config.init_from and public_name(config.init_from),

@@ -88,13 +88,12 @@ def transitions(model: nn.Module, ids: Tensor, kept: Tensor) -> list[Transitions
 
 def draw(layer: Transitions, file: Path, heads: Sequence[int]) -> None:
     """Draw a column for each of `heads`: betas by token above, eigenvalues below."""
-    steps = layer.beta.shape[1]
     figure = Figure(figsize=(2.6 * len(heads) + 0.6, 5.2))
     axes = figure.subplots(2, len(heads), squeeze=False)
     values, dimensions = torch.linalg.eigvals(layer.matrices()), layer.effective_dimension()
     circle = np.exp(2j * np.pi * np.linspace(0, 1, 200))
     for head, (above, below) in zip(heads, axes.T, strict=True):
-        for j in range(steps):
+        for j in range(layer.beta.shape[1]):
             above.plot(layer.tokens, layer.beta[:, j, head], ".", label=f"Householder step {j + 1}")
         above.set(title=f"head {head}", xlabel="token id", ylim=(-0.1, 2.1))
         points = np.unique(values[:, head].numpy().round(2))  # most are 1
