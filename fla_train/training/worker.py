@@ -183,7 +183,7 @@ def main() -> None:
     end_without_collecting()
     # Handle requests before the imports, which take seconds.
     request = StopRequest()
-    given = wait_for_arguments() if len(sys.argv) == 1 else time.time()
+    given = wait_for_arguments()
     timeline = Timeline(float(os.environ[BEGAN]))
     timeline.mark("launcher", at=given)
     from fla_train.training.plan import read_plan
