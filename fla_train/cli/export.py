@@ -17,7 +17,7 @@ from fla_train.cli.app import fail, run_hydra
 
 
 @dataclass
-class HubConfig:
+class PushConfig:
     """Destination on the Hub."""
 
     repo_id: str | None = None
@@ -37,7 +37,7 @@ class ExportConfig:
     format: str | None = None
     dtype: str = "auto"
     mixer: str | None = None
-    hub: HubConfig = field(default_factory=HubConfig)
+    hub: PushConfig = field(default_factory=PushConfig)
 
 
 def register() -> None:

@@ -45,7 +45,7 @@ POLL = 0.1  # seconds between checks for the other ranks' `part-R.json`
 
 
 @dataclass(frozen=True)
-class Job:
+class Save:
     """Describe the files that one rank's writer writes."""
 
     folder: Path  # folder that holds the checkpoints
@@ -59,7 +59,7 @@ class Job:
 
 
 class Result(NamedTuple):
-    """Describe how a job ended."""
+    """Describe how a save ended."""
 
     error: str | None  # one line that names the rank; None: success
     seconds: float
@@ -71,7 +71,7 @@ class WriteFailed(RuntimeError):
 
 
 class AsyncWriter:
-    """Start the writer's process and pass it one job at a time.
+    """Start the writer's process and pass it one save at a time.
 
     Args:
         staging: file descriptor of the staging buffer.
@@ -80,7 +80,7 @@ class AsyncWriter:
 
     def __init__(self, staging: int, rank: int):
         self._rank, self._busy = rank, False
-        self._result = Result(None, 0.0)  # result of the last job
+        self._result = Result(None, 0.0)  # result of the last save
         self._connection, theirs = Pipe()
         arguments = map(str, (theirs.fileno(), staging, os.getpid()))
         self.process = subprocess.Popen(
@@ -93,21 +93,21 @@ class AsyncWriter:
         )
         theirs.close()
 
-    def start(self, job: Job, beside: bytes) -> None:
-        """Start to write `job`. `beside` holds the bytes that are not in the staging buffer."""
+    def start(self, save: Save, beside: bytes) -> None:
+        """Start to write `save`. `beside` holds the bytes that are not in the staging buffer."""
         self._busy = True
-        self._send((job, beside))
+        self._send((save, beside))
 
     def others_are_done(self, error: str | None) -> None:
         """Tell rank 0's writer that the other ranks have written their files, or why one failed."""
         self._send(error)
 
     def done(self) -> bool:
-        """Return whether the job has ended, so that `result` returns at once."""
+        """Return whether the save has ended, so that `result` returns at once."""
         return not self._busy or self._connection.poll()
 
     def result(self) -> Result:
-        """Wait for the end of the job and return its result."""
+        """Wait for the end of the save and return its result."""
         if self._busy:
             try:
                 self._result = Result(*self._connection.recv())
@@ -119,7 +119,7 @@ class AsyncWriter:
         return self._result
 
     def close(self) -> None:
-        """End the process after its current job."""
+        """End the process after its current save."""
         self._connection.close()
         self.process.wait()
 
@@ -128,7 +128,7 @@ class AsyncWriter:
             self._connection.send(message)
 
 
-def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | None:
+def write(save: Save, staging: int, beside: bytes, trainer: Connection) -> str | None:
     """Write this rank's files. Rank 0 also completes the checkpoint and deletes old ones.
 
     Returns:
@@ -138,22 +138,22 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
         WriteFailed: no checkpoint was written; rank 0 has deleted the files of it.
         EOFError: the trainer has ended.
     """
-    folder, name = job.folder, checkpoint.folder_name(job.content["step"])
-    writing = folder / job.attempt
+    folder, name = save.folder, checkpoint.folder_name(save.content["step"])
+    writing = folder / save.attempt
     try:
-        if job.rank == 0:
-            checkpoint.CheckpointStore(folder).clean(keep=job.attempt)
+        if save.rank == 0:
+            checkpoint.CheckpointStore(folder).clean(keep=save.attempt)
         writing.mkdir(exist_ok=True)
         sources = memoryview(beside), memoryview(mmap.mmap(staging, 0, prot=mmap.PROT_READ))
-        with ThreadPoolExecutor(len(job.files)) as pool:
-            entries = pool.map(lambda file: _write_file(writing / file, job.files[file], sources), job.files)
-            files = dict(zip(job.files, entries, strict=True))
-        if job.rank:
+        with ThreadPoolExecutor(len(save.files)) as pool:
+            entries = pool.map(lambda f: _write_file(writing / f, save.files[f], sources), save.files)
+            files = dict(zip(save.files, entries, strict=True))
+        if save.rank:
             sync(writing)
-            write_whole(_part(writing, job.rank), json.dumps(files))
+            write_whole(_part(writing, save.rank), json.dumps(files))
             return None
-        files |= _collect_parts(writing, job.content["world_size"], trainer)
-        checkpoint.write_manifest(writing, {**job.content, "files": dict(sorted(files.items()))})
+        files |= _collect_parts(writing, save.content["world_size"], trainer)
+        checkpoint.write_manifest(writing, {**save.content, "files": dict(sorted(files.items()))})
         sync(writing)
         # Replace the remains of a corrupt checkpoint of the same step.
         move_folder(writing, folder / name)
@@ -162,11 +162,11 @@ def write(job: Job, staging: int, beside: bytes, trainer: Connection) -> str | N
     except Exception as failure:
         if not isinstance(failure, (OSError, WriteFailed)):
             traceback.print_exc()
-        error = str(failure) if isinstance(failure, WriteFailed) else f"rank {job.rank}: {reason(failure)}"
-        if job.rank == 0:
+        error = str(failure) if isinstance(failure, WriteFailed) else f"rank {save.rank}: {reason(failure)}"
+        if save.rank == 0:
             shutil.rmtree(writing, ignore_errors=True)
         raise WriteFailed(error) from failure
-    return checkpoint.CheckpointStore(folder).prune(folder / name, job.keep, job.keep_every)
+    return checkpoint.CheckpointStore(folder).prune(folder / name, save.keep, save.keep_every)
 
 
 def _write_file(
@@ -232,7 +232,7 @@ def main() -> None:
     with suppress(EOFError, BrokenPipeError):
         while True:
             message = trainer.recv()
-            if not isinstance(message, tuple):  # `others_are_done` after the end of the job
+            if not isinstance(message, tuple):  # `others_are_done` after the end of the save
                 continue
             begin = time.perf_counter()
             error, warning = None, None

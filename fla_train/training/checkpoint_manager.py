@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fla_train.training.async_writer import AsyncWriter, Job
+from fla_train.training.async_writer import AsyncWriter, Save
 from fla_train.training.checkpoint import STATE, WEIGHTS, WRITING, TrainState, folder_name, rank_file
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.load_checkpoint import fragments_of
@@ -49,7 +49,7 @@ class CheckpointManager:
         folder.mkdir(parents=True, exist_ok=True)
         self._staging = StagingBuffer()
         self._writer: AsyncWriter | None = None
-        self._job: tuple[Job, bytes] | None = None  # passed to the writer once the copy is complete
+        self._pending: tuple[Save, bytes] | None = None  # passed to the writer once the copy is complete
         self._step = saved_step  # step of the newest save
         self._error: str | None = None  # why the newest save failed
         # Whether all ranks have agreed on the end of the newest save, and whether it has been logged.
@@ -76,13 +76,13 @@ class CheckpointManager:
         try:
             segments, beside = self._staging.stage(self._content(state, features or {}))
             content = {"step": state.step, "world_size": self._world}
-            job = Job(self._folder, attempt, self._rank, segments, content, self._keep, self._keep_every)
-            self._job = job, beside
+            save = Save(self._folder, attempt, self._rank, segments, content, self._keep, self._keep_every)
+            self._pending = save, beside
             if self._writer is None or self._writer.process.poll() is not None:
                 self._writer = AsyncWriter(self._staging.descriptor, self._rank)
         except OSError as failure:
             self._error = f"rank {self._rank}: {reason(failure)}"
-            self._job = None
+            self._pending = None
             self._report(self._error)
         if not self._staging.copying:
             self.finish_copy()
@@ -90,7 +90,7 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Report a save that has ended since the last call. Rank 0 may call it alone, at every step."""
-        if not self._reported and self._job is None and self._writer is not None and self._writer.done():
+        if not self._reported and self._pending is None and self._writer is not None and self._writer.done():
             self._report(*self._writer.result())
 
     def is_saved(self, step: int) -> bool:
@@ -136,10 +136,10 @@ class CheckpointManager:
 
         Call it before the optimizer's step and before each wait for a save.
         """
-        if self._job is not None:
+        if self._pending is not None:
             self._staging.wait()
-            self._writer.start(*self._job)
-            self._job = None
+            self._writer.start(*self._pending)
+            self._pending = None
 
     def _wait(self) -> None:
         """Wait for the end of the newest save, and agree with the other ranks on its error."""

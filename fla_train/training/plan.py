@@ -36,7 +36,7 @@ class RunPlan:
 
     Attributes:
         request: the user's request, with absolute paths. `config.yaml` records it.
-        config: the request with every open value filled in. It does not change afterwards.
+        config: the request with every open value filled in. Only a new run still sets its `run.dir`.
         parameters: number as the papers count, with the embedding once.
         parameters_held: number including the head, unless it is tied to the embedding.
         tokens: tokens of the whole run.
