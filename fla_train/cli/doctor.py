@@ -15,17 +15,22 @@ import os
 import shutil
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from fla_train.cli.app import fail, interruptible
 from fla_train.cli.version import add_version
 from fla_train.data.config import DataConfig, cache_folder
-from fla_train.utils.environment import describe_environment
+from fla_train.utils.environment import describe_environment, package_version
 from fla_train.utils.errors import described
 
 SHAPE = ("batch", "tokens", "heads", "key_dim", "value_dim", "num_householder")
+OPTIONAL = {"flash-linear-attention": "model=fla/...", "tensorboard": "logger.tensorboard", "peft": "LoRA"}
 MODEL_340M = (16, 2048, 8, 128, 128, 2)  # a micro-batch of model=gated_delta_product/340m
 
 
@@ -39,6 +44,9 @@ def environment(device: str) -> dict[str, Any]:
     facts["packages"] = ", ".join(
         f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
     )
+    missing = [f"{name} ({use})" for name, use in OPTIONAL.items() if package_version(name) is None]
+    facts["optional"] = f"not installed: {', '.join(missing)}" if missing else "all installed"
+    facts["Hub"] = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else hub_state()
     facts["threads"] = torch.get_num_threads()
     if device == "cuda":
         from triton import knobs
@@ -51,6 +59,17 @@ def environment(device: str) -> dict[str, Any]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     facts["C compiler"] = compiler or "MISSING: Triton needs one to launch kernels"
     return facts
+
+
+def hub_state() -> str:
+    """Return whether the Hub answers within five seconds."""
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
+    except urllib.error.HTTPError:  # an answer, too
+        pass
+    except OSError as error:
+        return f"no answer from {constants.ENDPOINT} ({error}): data=local works without it"
+    return f"{constants.ENDPOINT} answers"
 
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:
@@ -133,7 +152,7 @@ def check_machine(shape: Sequence[int] | None, verbose: bool) -> bool:
     bad = [report for report in reports if not report.ok]
     seconds = time.perf_counter() - start
     if not bad:
-        print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s")
+        print(f"\nREADY: {len(reports)} checks passed in {seconds:.0f} s. fla-bench train measures the speed")
         return True
     names = ", ".join(sorted({f"{r.backend} on {r.device}" for r in bad}))
     remedy = "set another model.backend"

@@ -26,10 +26,10 @@ ORIGIN = "# Generated from {module}, fla_train {version}, Apache-2.0: only impor
 def write_remote_code(config: PreTrainedConfig, folder: Path) -> None:
     """Write the files of a model of this package to `folder`, and their classes to `config.auto_map`.
 
-    Configs of other libraries stay unchanged.
+    Configs of other libraries stay unchanged, and so do those with a custom mixer, which need this package.
     """
     module = MODULES.get(type(config))
-    if module is None:
+    if module is None or getattr(config, "mixer", None) is not None:
         return
     for name, text in _files(module).items():
         (folder / f"{name}.py").write_text(text)
