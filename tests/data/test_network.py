@@ -25,7 +25,7 @@ from tests.data.conftest import quiet, write_parquet
 from tests.data.test_prepare import read
 
 NAME, COMMIT, LATER = "someone/texts", "a" * 40, "c" * 40
-PREPARE = "from fla_train.cli.prepare import main; main()"
+PREPARE = "import gc; gc.disable(); from fla_train.cli.prepare import main; main()"
 # Runs of one dataset, one after another.
 STREAM = """
 import json, sys

@@ -7,6 +7,7 @@ model class, and the outputs of the model before and after `save_pretrained`. Th
 of the other classes in its `auto_map`. PACKAGES can be imported as well.
 """
 
+import gc
 import json
 import re
 import sys
@@ -40,6 +41,7 @@ def canonical(name: str) -> str:
 
 def main(folder: Path, *packages: str) -> None:
     hide_other_packages(["torch", "transformers", *packages])
+    gc.disable()  # which makes imports a quarter faster
     import torch
     import transformers
 

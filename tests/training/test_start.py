@@ -41,7 +41,8 @@ main()
 """
 # The final environment may hide GPUs, so imports ahead must not ask for them.
 WORKER = """
-import os, sys
+import gc, os, sys
+gc.disable()
 from importlib import import_module
 from unittest.mock import patch
 from fla_train.utils.import_ahead import AHEAD
