@@ -35,7 +35,8 @@ def test_the_page_runs_from_top_to_bottom(
     GlobalHydra.instance().clear()  # commands that ran in this process have left theirs
     with warm_ranks.as_workers():
         # The ranks have a working directory of their own. A smaller model and no check save half a minute.
-        small = ["model=delta_net/tiny", "trainer.check_backend=false", "trainer.micro_batch_size=16"]
+        small = ["model=delta_net/tiny", "model.hidden_size=64", "model.num_hidden_layers=2"]
+        small += ["trainer.check_backend=false", "trainer.global_batch_tokens=256"]
         code = "".join(blocks).replace('"debug=smoke"', f'"debug=smoke", *{small}')
         exec(code.replace("runs/python", str(tmp_path / "runs" / "python")), names)
         assert "finished 24" in capsys.readouterr().out

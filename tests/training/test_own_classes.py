@@ -92,8 +92,8 @@ def test_on_text(
     _, result = evaluate(EvalConfig(str(whole), str(tmp_path / "eval"), mixer=LINEAR, suite=suite), False)
     assert result.scores and not result.errors
 
-    follows = make_config(*settings, f"init_from={export}", f"run.dir={tmp_path / 'follows'}")
-    train(follows)
+    settings += ["trainer.max_steps=1", f"init_from={export}", f"run.dir={tmp_path / 'follows'}"]
+    train(make_config(*settings))
     assert losses(tmp_path / "follows")[0][1] < losses(whole)[0][1] - 1
 
 
