@@ -11,12 +11,7 @@ import fla_train.eval.harness  # noqa: F401  registers the model type
 from fla_train.eval.sets import local_datasets
 from fla_train.utils.ranks import leave_other_launchers
 
-
-def main() -> None:
+if __name__ == "__main__":
     leave_other_launchers()  # accelerate would wait for the other machines of a batch job
     with local_datasets(os.environ.get("FLA_TRAIN_MIRROR")):
         cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 
 import torch
 
-from fla_train.kernels.delta_product.selfcheck import CASES, Case, CheckReport, check_backend
+from fla_train.kernels.delta_product.selfcheck import CASES, CheckReport, check_backend
 
 PROCESSES = min(12, os.cpu_count() or 1)
 Combination = tuple[str, str, torch.dtype]  # backend, device, dtype of q, k and v
@@ -23,11 +23,6 @@ def checks() -> list[Combination]:
     return combinations
 
 
-def compiled_cases(dtype: torch.dtype) -> list[Case]:
-    """Return Triton's cases. In fp32 the `busy` ones run no other kernel and are the slowest to compile."""
-    return [case for case in CASES if dtype.itemsize == 2 or not case.busy]
-
-
 def run_checks(combinations: Sequence[Combination], processes: int = PROCESSES) -> Iterator[CheckReport]:
     """Yield the reports in order. Each of Triton's cases compiles in a separate process."""
     torch.set_num_threads(1)
@@ -36,7 +31,8 @@ def run_checks(combinations: Sequence[Combination], processes: int = PROCESSES) 
         compiled = {
             combination: [
                 pool.submit(check_backend, *combination, cases=[case])
-                for case in compiled_cases(combination[2])
+                for case in CASES
+                if combination[2].itemsize == 2 or not case.busy  # in fp32 those run no other kernel
             ]
             for combination in combinations
             if combination[0] == "triton"

@@ -15,13 +15,11 @@ import os
 import shutil
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 
 from fla_train.cli.app import fail, interruptible
 from fla_train.cli.version import add_version
@@ -44,8 +42,8 @@ def environment(device: str) -> dict[str, Any]:
     facts["packages"] = ", ".join(
         f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
     )
-    missing = [f"{name} ({use})" for name, use in OPTIONAL.items() if package_version(name) is None]
-    facts["optional"] = f"not installed: {', '.join(missing)}" if missing else "all installed"
+    missing = (f"{name} ({use})" for name, use in OPTIONAL.items() if package_version(name) is None)
+    facts["missing"] = ", ".join(missing) or "no optional package"
     facts["Hub"] = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else hub_state()
     facts["threads"] = torch.get_num_threads()
     if device == "cuda":
@@ -64,10 +62,8 @@ def environment(device: str) -> dict[str, Any]:
 def hub_state() -> str:
     """Return whether the Hub answers within five seconds."""
     try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
-    except urllib.error.HTTPError:  # an answer, too
-        pass
-    except OSError as error:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:  # of the HTTP client that huggingface_hub uses
         return f"no answer from {constants.ENDPOINT} ({error}): data=local works without it"
     return f"{constants.ENDPOINT} answers"
 

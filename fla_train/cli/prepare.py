@@ -32,7 +32,7 @@ def register() -> None:
 def task(node: DictConfig) -> int:
     try:
         with leaving_at_once():
-            from fla_train.data.config import with_absolute_paths
+            from fla_train.data.config import make_paths_absolute
             from fla_train.data.prepare import check_first_document, prepare
 
             run = node.run.dir
@@ -40,7 +40,7 @@ def task(node: DictConfig) -> int:
                 raise ValueError(f"run.dir={run} holds no run whose data could be prepared")
             if node.task is not None:
                 raise ValueError("a synthetic task draws its sequences while it trains: nothing is prepared")
-            data = with_absolute_paths(OmegaConf.to_object(node.data))
+            make_paths_absolute(data := OmegaConf.to_object(node.data))
             check_first_document(data)
             prepared = prepare(data)
             if node.verify:

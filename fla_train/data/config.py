@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.keys import key
@@ -117,19 +116,16 @@ def part_configs(config: DataConfig) -> dict[str, DataConfig]:
     return parts
 
 
-def with_absolute_paths(config: DataConfig) -> DataConfig:
-    """`config` with local paths made absolute, so that a run can be resumed from another folder."""
-
-    def part(settings: Any) -> Any:
-        local = settings.source == "local" or (settings.path and Path(settings.path).expanduser().exists())
-        return replace(settings, path=absolute(settings.path)) if local and settings.path else settings
-
-    tokenizer, cache = config.tokenizer, config.cache_dir
-    if tokenizer.name not in ("bytes", "bpe") and Path(tokenizer.name).expanduser().exists():
-        tokenizer = replace(tokenizer, name=absolute(tokenizer.name))
-    mixture = {key: part(settings) for key, settings in config.mixture.items()}
-    cache = absolute(cache) if cache else cache
-    return replace(part(config), tokenizer=tokenizer, mixture=mixture, cache_dir=cache)
+def make_paths_absolute(config: DataConfig) -> None:
+    """Make local paths absolute, so that a run can be resumed from another folder."""
+    for part in (config, *config.mixture.values()):
+        if part.path and (part.source == "local" or Path(part.path).expanduser().exists()):
+            part.path = absolute(part.path)
+    name = config.tokenizer.name
+    if name not in ("bytes", "bpe") and Path(name).expanduser().exists():
+        config.tokenizer.name = absolute(name)
+    if config.cache_dir:
+        config.cache_dir = absolute(config.cache_dir)
 
 
 def absolute(path: str) -> str:

@@ -66,7 +66,7 @@ def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
         raise ValueError(f"model.config of {model_type}: {' '.join(str(failure).split())}") from failure
     # transformers keeps unknown keywords as attributes, and turns those of earlier versions into fields.
     if unknown := sorted((fields.keys() & vars(config).keys()) - known):
-        listed = ", ".join(sorted(class_fields(node["source"], model_type)))
+        listed = ", ".join(sorted(known - _settings(PreTrainedConfig) - {*NOT_FIELDS}))
         names = ", model.config.".join(unknown)
         raise ValueError(f"model.config.{names}: no field of {config_class.__name__}, which has {listed}")
     return config
@@ -84,11 +84,6 @@ def _config_class(source: str, model_type: str) -> type[PreTrainedConfig]:
         case "fla_train" if model_type == SignedMambaConfig.model_type:
             return SignedMambaConfig
     raise ValueError(f"model.source={source} with model.model_type={model_type}: use hf or fla")
-
-
-def class_fields(source: str, model_type: str) -> set[str]:
-    """Return the names that `node["config"]` may have, without those that all config classes share."""
-    return _settings(_config_class(source, model_type)) - _settings(PreTrainedConfig) - {*NOT_FIELDS}
 
 
 def _settings(config_class: type[PreTrainedConfig]) -> set[str]:

@@ -69,7 +69,8 @@ def takes_loop(
         and stopping_criteria.max_length is not None
         and _is_plain_model(model)  # so its device is not meta, for which torch knows no autocast
         and not torch.is_autocast_enabled(model.device.type)
-        and (mask is None or not model.config.attention_layers or _is_left_padded(mask))
+        # Padding is on the left.
+        and (mask is None or not model.config.attention_layers or (mask.bool().int().diff(dim=1) >= 0).all())
     )
 
 
@@ -81,10 +82,6 @@ def _is_plain_model(model: PreTrainedModel) -> bool:
         return False
     hooked = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     return not any(hooked) and all(is_plain(m) for m in model.modules() if isinstance(m, nn.Linear))
-
-
-def _is_left_padded(mask: Tensor) -> bool:
-    return bool((mask.bool().int().diff(dim=1) >= 0).all())
 
 
 def generate_tokens(

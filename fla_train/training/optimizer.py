@@ -259,8 +259,7 @@ class PartitionedMuon(torch.optim.Optimizer):
 
     def _orthogonal_updates(self, group: dict, direction: Tensor) -> Tensor:
         """Return Muon's step for this rank's partition [size], from all partitions of the direction."""
-        size = direction.numel()
-        first = dist.get_rank() * size
+        size, first = direction.numel(), dist.get_rank() * direction.numel()
         whole = direction.new_empty(dist.get_world_size() * size)
         dist.all_gather_into_tensor(whole, direction)
         updates = torch.zeros_like(direction)
@@ -270,11 +269,10 @@ class PartitionedMuon(torch.optim.Optimizer):
         # All matrices of a shape at once: with small ones, launches take longer than products.
         for shape, same in spans.items():
             matrices = [whole[offset : offset + math.prod(shape)].view(shape) for offset, *_ in same]
-            # This scale lets Muon use AdamW's learning rates.
-            scale = 0.2 * math.sqrt(max(shape))
+            rate = 0.2 * math.sqrt(max(shape)) * group["lr"]  # so that AdamW's rates suit Muon
             for (offset, begin, end), row in zip(same, orthogonalize(matrices), strict=True):
                 update = row[begin - offset : end - offset]
-                updates[begin - first : end - first].add_(update, alpha=-group["lr"] * scale)
+                updates[begin - first : end - first].add_(update, alpha=-rate)
         return updates
 
 
@@ -289,8 +287,7 @@ def orthogonalize(matrices: Sequence[Tensor]) -> Tensor:
     """
     x = torch.stack([matrix.bfloat16() for matrix in matrices])
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = (x.mT if tall else x) / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from fla_train.data.cache import PreparedData, find_prepared
-from fla_train.data.config import absolute, with_absolute_paths
+from fla_train.data.config import absolute, make_paths_absolute
 from fla_train.data.prepare import check_first_document, prepare
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.push import check_access
@@ -83,7 +83,7 @@ def _require_none(errors: list[str]) -> None:
 
 def _make_paths_absolute(config: TrainConfig) -> None:
     """Make local paths absolute, so that `run.dir` alone resumes from any folder."""
-    config.data = with_absolute_paths(config.data)
+    make_paths_absolute(config.data)
     if config.trainer.resume not in ("auto", "none"):
         config.trainer.resume = absolute(config.trainer.resume)
     if config.init_from is not None and os.path.exists(os.path.expanduser(config.init_from)):
