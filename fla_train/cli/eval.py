@@ -60,7 +60,7 @@ def task(config: DictConfig) -> int:
     _show(folder)
     if result.errors:
         names = ", ".join(result.errors)
-        return fail(f"could not run {names}; run again with output={folder} to try only these", code=1)
+        return fail(f"could not run {names}; add output={folder} to try again, or leave them out", code=1)
     return 0
 
 
