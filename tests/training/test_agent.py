@@ -63,9 +63,9 @@ def after(folder: Path, ranks: int, action: Callable[[], None]) -> threading.Thr
 
 def interrupted_by(*numbers: signal.Signals) -> Callable[[], None]:
     def interrupt() -> None:
-        for number in numbers:
+        for index, number in enumerate(numbers):
+            time.sleep(0.5 if index else 0)
             os.kill(os.getpid(), number)
-            time.sleep(0.5)
 
     return interrupt
 
@@ -167,6 +167,7 @@ def test_missing_machines_are_reported(
     tmp_path: Path, rank: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # allows the loopback address
+    monkeypatch.setattr(agent, "RETRY", 0.1)
     launch = LaunchConfig("cpu", 3, 3, rank, "127.0.0.1", free_port(), rendezvous_timeout=1)
     with pytest.raises(TrainingFailed, match=rf"{message} at 127\.0\.0\.1:\d+ within 1 s"):
         play("", tmp_path, launch)
