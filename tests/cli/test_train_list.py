@@ -46,6 +46,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
             return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | variables)
 
     monkeypatch.setattr(processes, "start_command", start)
+    monkeypatch.setattr("fla_train.cli.train_list.POLL", 0.01)
     (tmp_path / "list.yaml").write_text(LIST)
     return lambda *words: train_list([str(tmp_path / "list.yaml"), "--folder", f"{tmp_path}/runs", *words])
 

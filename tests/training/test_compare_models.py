@@ -15,7 +15,7 @@ from scipy import stats
 from warm_ranks import WarmRanks
 
 from fla_train.api import compose
-from fla_train.cli import app, bench
+from fla_train.cli import app, bench, train_list
 from fla_train.cli.compare_models import ComparisonConfig as Config
 from fla_train.cli.compare_models import SizeConfig, TaskConfig, build_parser, read_comparison
 from fla_train.cli.comparison import Comparison, compare, solve_size
@@ -68,6 +68,7 @@ def started(warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> list[str]
         return SimpleNamespace(poll=lambda: 0, returncode=0, send_signal=lambda number: None)
 
     monkeypatch.setattr(processes, "start_command", start)
+    monkeypatch.setattr(train_list, "POLL", 0)
     return names
 
 

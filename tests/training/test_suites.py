@@ -61,6 +61,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real([sys.executable, "-c", EVALUATOR, *command[4:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr("fla_train.training.features.suites.POLL", 0.02)
     monkeypatch.setenv("RANK", "0")
 
 
