@@ -271,6 +271,9 @@ class TrainConfig:
             yield "launch.num_machines > 1 needs run.dir: one folder, on a file system all machines share"
 
 
+SCHEMA = OmegaConf.structured(TrainConfig)
+
+
 def register(root: type[TrainConfig] = TrainConfig) -> None:
     """Register the schemas that `train.yaml` merges in Hydra's ConfigStore. `root` may add keys.
 
@@ -279,8 +282,7 @@ def register(root: type[TrainConfig] = TrainConfig) -> None:
     OmegaConf.register_new_resolver("product", lambda *numbers: int(math.prod(numbers)), replace=True)
     OmegaConf.register_new_resolver("sqrt", math.sqrt, replace=True)
     store = ConfigStore.instance()
-    request = make_dataclass("Request", [("scales", Any, None)], bases=(root,))
-    store.store(name="train_schema", node=request)
+    store.store(name="train_schema", node=make_dataclass("Request", [("scales", Any, None)], bases=(root,)))
     zoo = OmegaConf.create(ZOO_NODE)
     # Allow `model.config.FIELD=...` for fields that the YAML does not name.
     OmegaConf.set_struct(zoo.config, False)
@@ -317,7 +319,7 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
         if ignored := [key for key in keys if key.startswith("model.") and not key.startswith(ZOO_KEYS)]:
             raise ValueError(f"this model has no {', '.join(ignored)}: write model.config.FIELD=...")
         node["model"] = {key: node["model"][key] for key in ZOO_NODE}
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), node))
+    return OmegaConf.to_object(OmegaConf.merge(SCHEMA, node))
 
 
 def to_yaml(config: TrainConfig) -> str:
