@@ -14,7 +14,7 @@ import warm_ranks as ranks
 from fla_train.cli.app import compose
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.launch import launch
+from fla_train.training.launch import launch, run_workers
 from fla_train.utils.records import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -97,8 +97,10 @@ def train(
         patch.setattr(sys, "path", list(sys.path))
         patch.setattr(
             "fla_train.training.launch.run_workers",
-            lambda arguments, config, **_: warm_ranks.run(
-                config.num_processes, train_in, elsewhere, Path(arguments[-1])
+            lambda arguments, config, **how: (
+                warm_ranks.run(config.num_processes, train_in, elsewhere, Path(arguments[-1]))
+                if config.device == "cpu"
+                else run_workers(arguments, config, **how)
             ),
         )
         yield launch
