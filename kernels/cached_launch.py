@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes; a pointer's alignment decides how wide its loads and st
 
 
 def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: Any) -> None:
-    """`kernel[grid](**arguments)` on the current device; the grid has one to three dimensions.
+    """Run `kernel[grid](**arguments)` on the current device; the grid has one to three dimensions.
 
     The arguments are all those of the kernel, and launch options: num_warps, num_stages, maxnreg, launch_pdl.
     The compiled kernel may depend on these arguments only: Triton's knobs are read at the first call.

@@ -112,7 +112,7 @@ def _compose(overrides: Sequence[str]) -> Any:
 
 @interruptible()
 def main() -> None:
-    """Console command."""
+    """Run the console command."""
     try:
         run(sys.argv[1:])
     except ValueError as error:

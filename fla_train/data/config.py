@@ -129,12 +129,12 @@ def make_paths_absolute(config: DataConfig) -> None:
 
 
 def absolute(path: str) -> str:
-    """`path` from the root, with a leading `~` expanded; a glob stays one."""
+    """Return `path` from the root, with a leading `~` expanded; a glob stays one."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """`data.cache_dir`, or `data` below $FLA_TRAIN_CACHE (default ~/.cache/fla_train)."""
+    """Return `data.cache_dir`, or `data` below $FLA_TRAIN_CACHE (default ~/.cache/fla_train)."""
     if config.cache_dir:
         return Path(absolute(config.cache_dir))
     return Path(absolute(os.environ.get("FLA_TRAIN_CACHE") or "~/.cache/fla_train")) / "data"

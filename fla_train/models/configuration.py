@@ -135,7 +135,7 @@ class DeltaProductConfig(PreTrainedConfig):
 
     @property
     def value_heads(self) -> int:
-        """Number of heads of v, beta, g and the states, HV."""
+        """Return the number of heads of v, beta, g and the states, HV."""
         return self.num_v_heads or self.num_heads
 
     @property

@@ -309,7 +309,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, the loss of `labels`, or both, for T new tokens; see `DeltaProductModel` for the rest.
+        """Return logits, the loss of `labels`, or both, for T new tokens; see `DeltaProductModel`.
 
         Args:
             labels: [B, T], aligned with `input_ids` and shifted inside; -100 where there is no target. The

@@ -54,7 +54,7 @@ class VisibleKeys(MovableTensors):
 
     @cached_property
     def mask_of_step(self) -> Tensor:
-        """`mask()` of one token, made once for all layers."""
+        """Return `mask()` of one token, made once for all layers."""
         return self.mask()
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[n
 
 
 def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
-    """Nested (L op R); the leaves are d, -d, (d) and (-d).
+    """Write nested (L op R); the leaves are d, -d, (d) and (-d).
 
     An expression ends at the last token of each leaf and at each bracket that closes an (L op R). The text
     around it so far, L op at each bracket that is still open, makes the value of the text so far an affine

@@ -38,7 +38,7 @@ def draw(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def below(draws: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
-    """int64 in [0, bound) from uint32 draws, by multiply and shift; a value's bias is below bound / 2^32."""
+    """Map uint32 draws to int64 in [0, bound), by multiply and shift; the bias is below bound / 2^32."""
     scaled = draws.astype(np.uint64)
     scaled *= np.asarray(bound, dtype=np.uint64)
     scaled >>= np.uint64(32)
@@ -46,7 +46,7 @@ def below(draws: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
 
 
 def without_replacement(draws: np.ndarray, population: int) -> np.ndarray:
-    """Ordered samples without replacement from range(population), all orders equally likely.
+    """Draw ordered samples without replacement from range(population), all orders equally likely.
 
     Args:
         draws: [k, n] uint32, k <= population; one draw per item.
@@ -67,7 +67,7 @@ def without_replacement(draws: np.ndarray, population: int) -> np.ndarray:
 
 
 def weighted_without_replacement(draws: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
-    """k places per row, drawn one after another with probability in proportion to the weights that are left.
+    """Draw k places per row, one after another with probability in proportion to the weights that are left.
 
     Exponential clocks of rates `weights`: the order in which they ring is the order of such draws (Efraimidis
     and Spirakis, 2006).

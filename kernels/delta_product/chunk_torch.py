@@ -29,7 +29,7 @@ def chunk_delta_product(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, scale: float,
     initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`delta_product` on validated inputs; shapes and dtypes as there. Gradients of first order only."""
+    """Run `delta_product` on validated inputs; shapes and dtypes as there. First-order gradients only."""
     traced = torch.compiler.is_compiling() or q.is_meta or is_fake(q)  # shapes only
     run = _chunk_op if traced else _ChunkDeltaProduct.apply
     o, state = run(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm)
@@ -69,7 +69,7 @@ class ChunkLayout:
         )
 
     def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, N, H, D] -> [chunks, B * H, C * N, D], zeros where a chunk has no token."""
+        """Reshape [B, T, N, H, D] to [chunks, B * H, C * N, D], zeros where a chunk has no token."""
         batch, tokens, num_householder, heads, dim = x.shape
         chunks = len(self.entries)
         total = self.size * chunks
@@ -145,7 +145,7 @@ class _Chunks:
         )
 
     def by_step(self, x: Tensor) -> Tensor:
-        """[C, 1] -> [M, 1]."""
+        """Repeat the values of tokens [C, 1] for their steps [M, 1]."""
         num_householder = self.k.shape[2] // self.q.shape[2]
         return x if num_householder == 1 else x.repeat_interleave(num_householder, dim=2)
 

@@ -152,7 +152,7 @@ def delta_product_step(
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend that runs: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunk elsewhere
+    """Return the backend: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunk elsewhere
     and without the package triton.
 
     Raises:

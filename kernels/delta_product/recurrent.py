@@ -19,7 +19,7 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(|x|^2 + 1e-6) along the last axis, in the dtype of `x`: cast to `compute_dtype` first."""
+    """Return x / sqrt(|x|^2 + 1e-6) over the last axis in the dtype of `x`: first cast to `compute_dtype`."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
 
 
@@ -27,7 +27,7 @@ def recurrent_delta_product(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, scale: float,
     initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`delta_product` on validated inputs; shapes and dtypes as there. Autograd gives the gradients."""
+    """Run `delta_product` on validated inputs; shapes and dtypes as there. Autograd gives the gradients."""
     if initial_state is None:
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         initial_state = beta.new_zeros(sequences, *q.shape[2:], v.shape[-1])

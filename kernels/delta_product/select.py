@@ -75,7 +75,7 @@ class Selection:
     fused_launches: int = 1  # of chunk_bwd_fused; 2: for 128 columns of V and for the rest
 
     def explain(self) -> list[str]:
-        """One sentence per decision."""
+        """Return one sentence per decision."""
         lines = [f"algorithm: {self.algorithm}, because {self.algorithm_reason}"]
         if self.algorithm != "chunk":
             return lines
@@ -109,7 +109,7 @@ _override = Override()
 
 @contextmanager
 def override(**decisions: object) -> Iterator[None]:
-    """Inside, calls run with these fields of `Override`: for checks, tests and tuning."""
+    """Run the calls inside with these fields of `Override`: for checks, tests and tuning."""
     global _override
     before, _override = _override, replace(_override, **decisions)
     try:
@@ -259,7 +259,7 @@ def interpreted() -> bool:
 
 
 def busy(programs: int, processors: int) -> float:
-    """The share of multiprocessors that work, on average, while equal programs run one on each at a time."""
+    """Return the share of multiprocessors that work while equal programs run one on each at a time."""
     return programs / (ceil_div(programs, processors) * processors)
 
 

@@ -96,7 +96,7 @@ class CheckReport:
         return self.failure is None and all(row.ok for row in self.rows)
 
     def summary(self) -> str:
-        """One line: the verdict, and the comparison that came closest to its tolerance or went beyond it."""
+        """Return one line: the verdict, and the comparison nearest to its tolerance or farthest beyond."""
         head = f"{self.backend} on {self.device} in {str(self.dtype).removeprefix('torch.')}"
         if self.failure is not None:
             return f"{head}: FAILED, {self.failure}"
@@ -240,7 +240,7 @@ def relative_rms(x: Tensor, reference: Tensor, least: float = 1e-30) -> float:
 
 
 def num_copies(case: Case, backend: str, device: torch.device) -> int:
-    """How many copies of its batch a case runs with; more than one where Triton's choice depends on it."""
+    """Return how many copies of its batch a case has; more than one where Triton's choice depends on it."""
     if not case.busy or backend != "triton" or device.type != "cuda":
         return 1
     return ceil_div(BUSY_ROUNDS * processors(device), BATCH * HEADS)

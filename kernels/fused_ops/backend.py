@@ -13,7 +13,7 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
-    """The backend that runs: the argument, else `FLA_TRAIN_FUSED_OPS`, else triton where it can, else torch.
+    """Return the backend: the argument, else `FLA_TRAIN_FUSED_OPS`, else triton where it can, else torch.
 
     Args:
         backend: "torch", "triton" or "auto".

@@ -21,7 +21,7 @@ ELEMENTS_PER_WARP = 256
 def consume_logits(
     logits: Tensor, targets: Tensor, *, with_gradient: bool, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """-log softmax(logits)[target] of each row, and the gradient of their sum; not differentiable itself.
+    """Return -log softmax(logits)[target] of each row, and the gradient of their sum; not differentiable.
 
     Args:
         logits: [M, V]; may be overwritten, so the caller must not use them afterwards.

@@ -18,7 +18,7 @@ PROGRAMS_PER_PROCESSOR = 3  # as many as run at once
 
 
 def attention_step(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the visible keys, at least one for each sequence; without gradients.
+    """Return softmax(q k^T / sqrt(D)) v over the visible keys, at least one per sequence; no gradients.
 
     Args:
         q: [B, H, 1, D].
@@ -61,7 +61,7 @@ def attention_step_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BG: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Every PARTS-th block of a head's keys, for the G queries that share them."""
+    """Attend to every PARTS-th block of a head's keys, for the G queries that share them."""
     i_h, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
     m_g, m_d = o_g < G, o_d < D

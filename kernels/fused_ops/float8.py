@@ -70,7 +70,7 @@ def cast_float8(
     out: Float8Matrix | None = None,
     backend: str = "auto",
 ) -> Float8Matrix:
-    """Matrices side by side (dim=-1) or one below the other (dim=0), and the transpose, with one scale.
+    """Cast matrices side by side (dim=-1) or one below the other (dim=0), and the transpose, with one scale.
 
     Args:
         xs: [M, N] each, with the other axis in common.
@@ -187,7 +187,7 @@ def norm_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scale of a tensor whose largest magnitude is `amax`, and its inverse; NaN if that is not finite."""
+    """Return the scale of a tensor of largest magnitude `amax`, and its inverse; NaN if it is not finite."""
     bits = amax.float().view(torch.int32)
     exponent = bits >> 23
     up = (TOP[dtype] + 254 - exponent).clamp(1, 253)
@@ -304,7 +304,7 @@ def load_scale(largest, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.const
 
 @triton.jit
 def store_inverse(p, inverse):
-    """By the first program."""
+    """Store the inverse scale, by the first program."""
     if tl.program_id(0) == 0:
         tl.store(p, inverse)
 
@@ -320,7 +320,7 @@ def tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def narrowed(b_x, scale, p):
-    """b_x in bf16, scaled, in the float8 format of what `p` points at."""
+    """Return b_x in bf16, scaled, in the float8 format of what `p` points at."""
     return (b_x.to(tl.float32) * scale).to(p.dtype.element_ty)
 
 
@@ -379,7 +379,7 @@ def transpose_cast_kernel(
 
 @triton.jit
 def load_gate_up(gate_up, o_m, o_n, mask, D: tl.constexpr):
-    """Both in fp32."""
+    """Load both in fp32."""
     p = gate_up + o_m[:, None] * (2 * D) + o_n[None, :]
     b_gate = tl.load(p, mask=mask, other=0.0).to(tl.float32)
     return b_gate, tl.load(p + D, mask=mask, other=0.0).to(tl.float32)

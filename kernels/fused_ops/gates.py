@@ -26,7 +26,7 @@ def recurrence_gates(
     beta_max: float,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """beta = beta_max sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), differentiable in all tensors.
+    """Return beta = beta_max sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), differentiable in all.
 
     Args:
         b: [..., N H] for N Householder steps and H heads; a: [..., H], or None without forget gate.
@@ -127,7 +127,7 @@ def _strides(**tensors: Tensor | None) -> dict[str, int]:
 
 @triton.jit
 def tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Rows [BR, 1], columns [1, BC] and mask [BR, BC] of this program's part of a [rows, COLS] matrix."""
+    """Return rows [BR, 1], columns [1, BC] and mask [BR, BC] of this program's tile of [rows, COLS]."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_c = tl.arange(0, BC)
     return o_r[:, None], o_c[None, :], (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
@@ -135,7 +135,7 @@ def tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def softplus(b_z):
-    """log(1 + e^z) to full fp32 precision: log(w) u / (w - 1) with w = 1 + u corrects the rounding of w."""
+    """Return log(1 + e^z) to fp32 precision: log(w) u / (w - 1) with w = 1 + u corrects the rounding of w."""
     b_u = tl.exp(-tl.abs(b_z))
     b_w = 1.0 + b_u
     b_log = tl.where(b_w == 1.0, b_u, tl.log(b_w) * (b_u / tl.where(b_w == 1.0, 1.0, b_w - 1.0)))

@@ -34,7 +34,7 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, times silu(gate) if there is one, in fp32.
+    """Return weight * x / sqrt(mean(x^2) + eps) over the last axis, times silu(gate) if given, in fp32.
 
     Args:
         x: [..., D].
@@ -249,14 +249,14 @@ def tile(i_tile, n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, D: tl.constexpr, BD: tl.constexpr):
-    """[1, BD]."""
+    """Load the weight [1, BD]."""
     o_d = tl.arange(0, BD)
     return load_tile(weight, o_d, o_d < D)[None, :]
 
 
 @triton.jit
 def gate_offsets(o_r, o_d, D: tl.constexpr, H: tl.constexpr, S: tl.constexpr):
-    """[BR, BD]: of rows of x in the gate, which has H of them in a row."""
+    """Return offsets [BR, BD] of rows of x in the gate, which has H of them in a row."""
     return (o_r // H) * S + (o_r % H) * D + o_d
 
 
@@ -295,7 +295,7 @@ def backward_kernel(
     S_x: tl.constexpr, S_dx: tl.constexpr, S_gate: tl.constexpr, S_dgate: tl.constexpr,
     ADD: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """With u = dy * weight (* silu(gate)): dx = u / rms - x mean(u * x) / rms^3."""
+    """Compute with u = dy * weight (* silu(gate)): dx = u / rms - x mean(u * x) / rms^3."""
     b_w = load_weight(weight, D, BD)
     b_dw = tl.zeros((BR, BD), tl.float32)
     for i in tl.range(0, tiles_each, num_stages=STAGES):

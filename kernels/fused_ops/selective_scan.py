@@ -153,7 +153,7 @@ def _launch(u: Tensor, rate: Tensor) -> tuple[tuple[int], dict[str, int]]:
 
 @triton.jit
 def program(D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    """Row and tile of channels of this program; its channels, state numbers and elements of [D, N]; masks."""
+    """Return this program's row and tile of channels; its channels, states and elements of [D, N]; masks."""
     TILES: tl.constexpr = (D + BD - 1) // BD
     i_b, i_d = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     o_d, o_n = i_d * BD + tl.arange(0, BD), tl.arange(0, BN)

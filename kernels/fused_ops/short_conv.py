@@ -39,7 +39,7 @@ def short_convolution(
     position_in_document: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """y_t = silu(sum_s weight[:, 0, W-1-s] * x_{t-s}) for shifts s = 0 .. W-1, differentiable in all tensors.
+    """Return y_t = silu(sum_s weight[:, 0, W-1-s] * x_{t-s}), s = 0 .. W-1, differentiable in all tensors.
 
     Args:
         x: [B, T, D]. The triton backend computes in float32, the torch backend in the dtype of `x`.
@@ -226,7 +226,7 @@ def _launch(
 
 @triton.jit
 def load_tap(weight, o_d, shift: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """[1, BD] fp32 weights of the inputs `shift` tokens back, zeros where the convolution is narrower."""
+    """Load [1, BD] fp32 weights of the inputs `shift` tokens back, zeros if the convolution is narrower."""
     b_w = tl.zeros_like(o_d).to(tl.float32)
     if shift < W:
         b_w += tl.load(weight + o_d * W + (W - 1 - shift), mask=o_d < D, other=0.0).to(tl.float32)
@@ -246,7 +246,7 @@ def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def pointers(p, o_row, o_t, o_d, S: tl.constexpr):
-    """[BR, BD]: of tokens `o_t` of the sequences whose first rows are `o_row`; rows are S elements apart."""
+    """Return pointers [BR, BD] to tokens `o_t` of sequences from row `o_row`; rows are S elements apart."""
     return p + (o_row + o_t)[:, None] * S + o_d[None, :]
 
 
@@ -269,7 +269,7 @@ def load_group(p, o_t, o_end, m_d, S: tl.constexpr):
 
 @triton.jit
 def load_past(p, before, o_row, o_t, o_end, o_d, m_d, T, D: tl.constexpr, W: tl.constexpr):
-    """Tokens `o_t`, to which p points, that may lie before their sequence; `before` [B, W-1, D] has them."""
+    """Load tokens `o_t` at p, which may lie before their sequence; `before` [B, W-1, D] has those."""
     b_x = tl.load(p, mask=(o_t >= 0)[:, None] & inside(o_t, o_end, m_d), other=0.0)
     if before is not None:
         mask = ((o_t < 0) & (o_t > -W) & (o_end > 0))[:, None] & m_d
@@ -360,7 +360,7 @@ def backward_kernel(
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     S_x: tl.constexpr, S_dx: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """With dz the gradient of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
+    """Compute, with dz of the pre-activation: dx_t = sum_s w_s dz_{t+s} and dw_s = sum_t dz_t x_{t-s}."""
     o_row, o_t, o_end, o_d = program_tile(T, n_blocks, D, L, BR, BD)
     b_ws = load_taps(weight, o_d, D, W)
     m_d = (o_d < D)[None, :]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., D] if its rows are dense and evenly spaced, as those of a slice of columns are; else a copy."""
+    """Return x [..., D] if its rows are dense and evenly spaced, as in a slice of columns; else a copy."""
     if x.is_contiguous():
         return x
     outer = range(x.dim() - 2)
@@ -40,7 +40,7 @@ class SideBySideGradients:
         self.free: dict[int, Tensor] = {}  # columns that nobody has asked for, by index
 
     def take(self, index: int, like: Tensor) -> Tensor:
-        """Unwritten memory for gradient `index`, of the dtype of `like`; new memory at a second call."""
+        """Return unwritten memory for gradient `index` of the dtype of `like`; a new one at a second call."""
         if index not in self.free:
             self.wide = like.new_empty(*like.shape[:-1], sum(self.sizes))
             *columns, padding = self.wide.split(self.sizes, -1)

@@ -82,7 +82,7 @@ def linear_step(
 
 
 def merge(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, D] in `dtype`, of parts [P, B, 1, D] that `linear_step` returned; anything else as it is."""
+    """Sum parts [P, B, 1, D] of `linear_step` to [B, 1, D] in `dtype`; return anything else as it is."""
     return x.sum(0).to(dtype) if x.dim() == 4 else x
 
 
@@ -153,7 +153,7 @@ def mixer_step(
 
 
 def overlaps(x: Tensor) -> bool:
-    """Whether a kernel starts before the one ahead of it has ended (programmatic dependent launch, CUDA).
+    """Return whether kernels start before the one ahead has ended (programmatic dependent launch, CUDA).
 
     Before it waits for that one's end it may read only tensors that no kernel of this step writes, such as
     weights.
@@ -162,7 +162,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def tile(x: Tensor, width: int) -> tuple[int, int, int]:
-    """Tokens, rows and channels of a program of `linear_step`, which reads `width` weights for each row."""
+    """Return tokens, rows and channels of a program of `linear_step`, which reads `width` weights per row."""
     tokens, _, size = x.shape
     if tokens == 1:  # all of a program's loads at once, and all programs at once
         block = min(4096, next_power_of_2(size))
@@ -210,7 +210,7 @@ def linear_step_kernel(
     R5: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
     BD: tl.constexpr, PART: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of one weight on BM tokens, and PART of the D channels: a part of the sum.
+    """Multiply BR rows of one weight with BM tokens, and PART of the D channels: a part of the sum.
 
     The factor 1 / rms of a token is applied to the products; a norm needs all channels.
     """
@@ -276,7 +276,7 @@ def norm_step_kernel(
     x, residual, norm, total, y,  # [P, M, D], [M, D], [D], out [M, D], out [M, D]
     M, eps, P: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token."""
+    """Norm one token."""
     o_d = tl.arange(0, BD)
     m_d, p_x = o_d < D, tl.program_id(0) * D + o_d
     b_norm = tl.load(norm + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -340,7 +340,7 @@ def mixer_step_kernel(
     N: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence, BV of its values at a time."""
+    """Mix one head of one sequence, BV of its values at a time."""
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     o_k, o_v, o_t = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BT)

@@ -27,7 +27,7 @@ class Mixer(Protocol):
     """
 
     def __init__(self, config: DeltaProductConfig, layer_index: int, **options: Any) -> None:
-        """Layer `layer_index` of the model; `options` are `config.mixer_options`."""
+        """Make layer `layer_index` of the model; `options` are `config.mixer_options`."""
 
     def __call__(
         self, x: Tensor, context: SequenceContext | None = None, cache: "Cache | None" = None

@@ -30,7 +30,7 @@ class SignedMambaConfig(PreTrainedConfig):
 
     @property
     def inner_size(self) -> int:
-        """Number of channels of the scan."""
+        """Return the number of channels of the scan."""
         return self.expand * self.hidden_size
 
     @property

@@ -93,7 +93,7 @@ def chunk_bwd_fused_kernel(
     N: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     WIDTH: gl.constexpr, ADD_KEYS: gl.constexpr, ADD_SCALARS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the two Triton kernels, and those of `parts`.
+    """Take the arguments of the two Triton kernels, and those of `parts`.
 
     Tiles of q, dO and P diag(beta) also have 64 rows: those past the chunk belong to later
     tokens and count as zero.

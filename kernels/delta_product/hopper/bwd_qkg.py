@@ -52,7 +52,7 @@ WARPS = 8
 
 @gluon.jit
 def copy_values(u, dv, do, m_u, m_dv, m_do, bars, buffer, i_m, i_t, i_head, pred, BYTES: gl.constexpr):
-    """u, dV and dO of a chunk into the buffers of that number; barrier `buffer` completes with all three."""
+    """Copy u, dV and dO of a chunk to the buffers of that number; its barrier completes with all three."""
     bar = bars.index(buffer)
     copy_pair(u, dv, m_u.index(buffer), m_dv.index(buffer), bar, i_m, i_m, i_head, pred, BYTES)
     copy_tile(do, m_do.index(buffer), bar, i_t, i_head, pred)
@@ -75,7 +75,7 @@ def chunk_bwd_qkg_kernel(
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
+    """Take the arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
 
     Tiles of q and dO also have 64 rows: those past the chunk belong to later tokens and count as zero.
     """

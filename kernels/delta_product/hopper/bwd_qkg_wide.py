@@ -126,7 +126,7 @@ def chunk_bwd_qkg_wide_kernel(
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
+    """Take the arguments of the Triton `chunk_bwd_qkg_kernel`; `n_work` is chunks x heads.
 
     Tiles of q and dO have 64 rows, too: those past the chunk belong to later tokens and count as zero.
     """

@@ -150,7 +150,7 @@ def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: gl.constexpr):
 
 @gluon.jit
 def opaque_zero(count):
-    """`triton.common.opaque_zero`."""
+    """Return `triton.common.opaque_zero`."""
     return (count >> 30) * FACTOR
 
 
@@ -249,7 +249,7 @@ def store_tile(
     p, tile, n_rows, i_row,
     STRIDE: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr = False,
 ):  # fmt: skip
-    """`n_rows` and WIDTH columns of a tile in shared memory, to `p` on; `i_row` is 0 of `rebuild`."""
+    """Store `n_rows` and WIDTH columns of a tile in shared memory from `p` on; `i_row` is 0 of `rebuild`."""
     COLUMNS: gl.constexpr = tile.shape[1]
     o_r, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     o_r += i_row
@@ -280,7 +280,7 @@ def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i
 
 @gluon.jit
 def expect_wy(bar_wy, bar_p, pred):
-    """The same for `copy_wy`."""
+    """Tell the barriers of `copy_wy` what will come."""
     mbarrier.expect(bar_wy, 2 * ROWS * ROWS, pred=pred)
     mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
 
@@ -304,7 +304,7 @@ def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def make_table():
-    """Nine lines of 64; of one array the compiler would have each store wait for the one before."""
+    """Allocate nine lines of 64; of one array the compiler would have each store wait for the one before."""
     return (
         gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
@@ -320,7 +320,7 @@ def make_table():
 
 @gluon.jit
 def gates_of(p, n_t, g_last, N: gl.constexpr, layout: gl.constexpr):
-    """[64] cumulative gates, one per N rows; past the chunk the last one, so that no decay is infinite."""
+    """Load [64] cumulative gates, one per N rows; past the chunk the last, so that no decay is infinite."""
     o = gl.arange(0, ROWS, layout) // N
     return gl.load(p + o, mask=o < n_t, other=g_last)
 
@@ -376,13 +376,13 @@ def add(a, b):
 
 @gluon.jit
 def suffix_sums(x):
-    """Of each number and all after it."""
+    """Sum each number and all after it."""
     return gl.sum(x, 0) - gl.associative_scan(x, 0, add) + x
 
 
 @gluon.jit
 def widened(x):
-    """In fp32; of bf16 by one instruction a number, where the compiler takes two."""
+    """Widen to fp32; of bf16 by one instruction a number, where the compiler takes two."""
     if x.dtype == gl.bfloat16:
         halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
         return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)
@@ -405,7 +405,7 @@ def in_parts(x):
 
 @gluon.jit
 def row_sums(x):
-    """[rows, parts] sums of the rows of a matrix product of eight warps: of 64 rows two parts, else one.
+    """Return sums [rows, parts] of the rows of a product of eight warps: of 64 rows two parts, else one.
 
     Sums across warps go through shared memory, by `keep_row_sums` and `load_sums`, with a barrier in between
     that other code needs as well.

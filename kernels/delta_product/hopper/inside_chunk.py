@@ -31,7 +31,7 @@ def work_span(
     work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT,
     H: gl.constexpr, N: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Head, first token and number of tokens of the `work`-th chunk and head, and its first rows of k and q.
+    """Return head, first token, tokens, and first rows of k and q of the `work`-th chunk and head.
 
     Rows are 32-bit numbers, which the copy engine takes.
     """

@@ -96,7 +96,7 @@ def chunk_prepare_wy_kernel(
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, N: gl.constexpr, C: gl.constexpr,
     GATED: gl.constexpr, PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of the Triton `chunk_prepare_wy_kernel`.
+    """Take the arguments of the Triton `chunk_prepare_wy_kernel`.
 
     The tile of q also has 64 rows: those past the chunk belong to later tokens and count as zero.
     """

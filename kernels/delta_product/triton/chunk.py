@@ -24,7 +24,7 @@ def triton_delta_product(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, scale: float,
     initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`delta_product` on validated inputs; shapes and results as there, differentiable in every tensor.
+    """Run `delta_product` on validated inputs; shapes and results as there, differentiable in all tensors.
 
     The chunk kernels treat gates below 2^-50 per token as 2^-50.
 

@@ -48,7 +48,7 @@ def bwd_state_step(
     H: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dS^T before chunk `i_c` of a sequence from that after it, tiles as Q and K are, and dV^T [BV, M]."""
+    """Return dS^T before chunk `i_c` from that after it, tiles as Q and K are, and dV^T [BV, M]."""
     b_do = load_rows(do + (i_t * H + i_h) * V, n_t, i_v, V, H * V, BC, BV).to(OPERAND)
     b_wy = load_rows(wy + (i_m * H + i_h) * M, n_m, 0, M, H * M, M, M)
     b_p = load_scores(p, peak, i_chunk + i_c, i_t, n_t, i_h, H, M, BC, L2NORM, OPERAND)
@@ -81,7 +81,7 @@ def chunk_bwd_state_kernel(
     M: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per sequence, head and tile of V, from the last chunk to the first: the state's gradient and dv."""
+    """Compute the state's gradient and dv per sequence, head and tile of V, the last chunk first."""
     i_v, i_h, i_s = program_tile(H, (V + BV - 1) // BV, BV)
     i_start, length, i_chunk = sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED)
     b_ds = load_state(dfinal_state, i_s, i_h, i_v, H, K, V, BK, BV)  # dS^T

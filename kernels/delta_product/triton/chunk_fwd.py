@@ -42,7 +42,7 @@ MIN_LOG_DECAY = tl.constexpr(MIN_LOG2_DECAY.value / LOG2E.value)
 
 @triton.jit
 def unit_lower_inverse(b_l, zero, M: tl.constexpr, OPERAND: tl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [M, M], M a power of two; in fp32. `zero` is `opaque_zero`.
+    """Return (I + L)^-1 in fp32 for strictly lower triangular L [M, M], M = 2^i. `zero` is `opaque_zero`.
 
     Here L = A diag(beta), and the inverse is T. Masked doubling: with T the inverse of the diagonal blocks of
     width w and L_w the blocks below them, T - T L_w T is that of the blocks of width 2 w. It equals
@@ -80,7 +80,7 @@ def chunk_prepare_wy_kernel(
     GATED: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: T, P diag(beta), the cumulative gates, the reciprocal norms, factors made of them.
+    """Compute per chunk and head T, P diag(beta), cumulative gates, reciprocal norms, and factors of them.
 
     `read`, `write` and `query` are the factors (norm, gate, beta, scale) of raw k where it reads the state,
     of raw k where it writes it and of raw q; `decay` is that of the state over the chunk. For normalised keys

@@ -59,7 +59,7 @@ def state_tile(
     i_s, i_h, i_v, i_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Where S^T [BV, BK] lies in states [sequences, H, K, V] from column `i_v`, row `i_k` on; its mask."""
+    """Return where S^T [BV, BK] lies in states [sequences, H, K, V] from (`i_v`, `i_k`) on; its mask."""
     o_k, o_v = tl.arange(0, BK) + i_k, tl.arange(0, BV) + i_v
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     return (i_s.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None], m_s
@@ -82,7 +82,7 @@ def load_state_tile(
 def load_state(
     p, i_s, i_h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
 ):
-    """A state's tiles of at most KEY_TILE key channels, a tuple of one or two; zeros where `p` is None."""
+    """Load a state's tiles of at most KEY_TILE key channels, a tuple of one or two; zeros if `p` is None."""
     WIDTH: tl.constexpr = min(BK, KEY_TILE)
     b_s = ()
     for i in tl.static_range(BK // WIDTH):
@@ -92,7 +92,7 @@ def load_state(
 
 @triton.jit
 def store_state(p, b_s, i_s, i_h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """The inverse of `load_state`; nothing where `p` is None."""
+    """Store what `load_state` loads; nothing where `p` is None."""
     if p is not None:
         for i in tl.static_range(len(b_s)):
             p_s, m_s = state_tile(i_s, i_h, i_v, i * KEY_TILE, H, K, V, b_s[i].shape[1], BV)
@@ -101,7 +101,7 @@ def store_state(p, b_s, i_s, i_h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.c
 
 @triton.jit
 def opaque_zero(count):
-    """0.0, made of any count below 2^30 so that the compiler does not know it.
+    """Return 0.0, made of any count below 2^30 so that the compiler does not know it.
 
     For the zeros of masked tiles that go to shared memory in 16 bits: ptxas 13.3 to 13.5 store registers of a
     literal zero there before it sets them (docs/dev/kernels.md, "Compilers").
@@ -111,7 +111,7 @@ def opaque_zero(count):
 
 @triton.jit
 def load_rows(p, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr):
-    """Tile [R, BC] from column `i_col` of a matrix with COLS columns and row stride STRIDE; zeros outside."""
+    """Load a tile [R, BC] from column `i_col` of a matrix of COLS columns and row stride STRIDE, else 0."""
     o_r = tl.arange(0, R)
     o_c = tl.arange(0, BC) + i_col
     mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
@@ -123,7 +123,7 @@ def load_keys(
     p, i_row, n_rows, i_h, i_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Tile [R, BK] of q or k [rows, H / G, K] from row `i_row` and channel `i_k` on, for value head `i_h`."""
+    """Load tile [R, BK] of q or k [rows, H / G, K] from row `i_row`, channel `i_k`, for value head `i_h`."""
     p += (i_row * (H // G) + i_h // G) * K
     return load_rows(p, n_rows, i_k, K, H // G * K, R, BK)
 
@@ -145,7 +145,7 @@ def load_key_tiles(
 def store_rows(
     p, b_x, n_rows, i_col, COLS: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr
 ):
-    """The inverse of `load_rows`."""
+    """Store what `load_rows` loads."""
     o_r = tl.arange(0, R)
     o_c = tl.arange(0, BC) + i_col
     mask = (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
@@ -161,7 +161,7 @@ def load_scalars(p, i_h, n_total, i_row, n_rows, R: tl.constexpr):
 
 @triton.jit
 def factored_times_inverse(b_r, b_wy, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """R T as Y [R, M] and a factor of each row [R], of R [R, M] in fp32 and T [M, M] as it was stored: T, or
+    """Return R T as Y [R, M] and a factor of each row [R]; R [R, M] in fp32, T [M, M] as it was stored: T, or
     T^T, of `chunk_prepare_wy`, or a segment's Phi.
 
     Normalised keys leave T in fp16, whose three more bits are what keeps reflections from shrinking, and so
@@ -195,7 +195,7 @@ def times_keys(b_s, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def corrected_values(b_ks, b_v, b_wy, b_read, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """u^T [BV, M] without factors of its rows, and these: u = T (V - exp(g_cum) .* (K S)), of (K S)^T."""
+    """Return u^T [BV, M] without its row factors, and these: u = T (V - exp(g_cum) .* (K S)), of (K S)^T."""
     b_r = tl.trans(b_v) - b_ks * b_read[None, :]
     return factored_times_inverse(b_r, tl.trans(b_wy), OPERAND, PRECISION)
 

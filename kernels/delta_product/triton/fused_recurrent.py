@@ -111,7 +111,7 @@ def store_key(p, b_dx, b_x, b_r, o_k, K: tl.constexpr, L2NORM: tl.constexpr):
 def householder_step(
     b_s, k, v, beta, i_key, i_step, o_k, o_v, K: tl.constexpr, V: tl.constexpr, L2NORM: tl.constexpr, eps
 ):
-    """S + beta k (v - S^T k)^T of S [BK, BV], with row `i_key` of the keys and `i_step` of v and beta."""
+    """Return S + beta k (v - S^T k)^T of S [BK, BV]; k is row `i_key`, v and beta are rows `i_step`."""
     b_k, _ = load_key(k + i_key * K, o_k, K, L2NORM, eps)
     b_v = tl.load(v + i_step * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
     b_u = tl.load(beta + i_step) * (b_v - tl.sum(b_s * b_k[:, None], 0))
@@ -210,7 +210,7 @@ def fused_recurrent_step_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """One token per head and tile of V; state, q, k and v may have 16 bits."""
+    """Advance by one token per head and tile of V; state, q, k and v may have 16 bits."""
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     o_k, o_v = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)

@@ -82,7 +82,7 @@ def hopper_keys(key_dim: int) -> bool:
 
 
 def value_tiles(value_dim: int) -> int:
-    """Tiles of V that programs of `chunk_bwd_fused` take; 0 where the copy engine cannot read equal ones."""
+    """Return the tiles of V of `chunk_bwd_fused`; 0 where the copy engine cannot read equal ones."""
     tiles = ceil_div(value_dim, HOPPER_TILE)
     return 0 if value_dim < MIN_TILE or value_dim % (tiles * ALIGNED) else tiles
 
@@ -93,7 +93,7 @@ def square(key_dim: int, value_dim: int) -> bool:
 
 
 def user_file() -> Path:
-    """Where `fla-bench tune` writes: `launches.json` in $FLA_TRAIN_CACHE (default ~/.cache/fla_train)."""
+    """Return `fla-bench tune`'s file: `launches.json` in $FLA_TRAIN_CACHE (default ~/.cache/fla_train)."""
     return Path(os.environ.get("FLA_TRAIN_CACHE") or "~/.cache/fla_train").expanduser() / "launches.json"
 
 
@@ -122,7 +122,7 @@ def lookup(dtype: torch.dtype, key: Key) -> tuple[LaunchOptions, str]:
 
 
 def nearest(table: Table, key: Key) -> LaunchOptions | None:
-    """The row of the largest V and then the largest n_h, neither beyond `key`; None where there is none."""
+    """Return the row of the largest V, then the largest n_h, neither beyond `key`; None if there is none."""
     fitting = [
         row
         for row, options in table.items()

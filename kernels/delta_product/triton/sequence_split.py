@@ -57,7 +57,7 @@ def segment_split_kernel(
     T, NT, n_segments, segment_chunks,
     C: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per sequence: its segments' first tokens and chunks. It has at least one segment, perhaps empty.
+    """Write per sequence its segments' first tokens and chunks. It has at least one segment, perhaps empty.
 
     Segments past the last sequence's (a packed row's number is an upper bound) are empty, at the end.
     """
@@ -120,7 +120,7 @@ def segment_fwd_kernel(
     M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FORGETS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per segment, head and tile of V: L; per tile of K: Phi. A first segment's L holds the initial state."""
+    """Compute L per segment, head and tile of V, and Phi per tile of K. A first L holds the initial state."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_y, i_h, i_p = program_tile(H, NV + (K + BV - 1) // BV, 1)
     i_s, i_first, i_last, i_t, _, i_chunk = segment_span(i_p, bounds, first_chunk, segment_sequence, offsets)
@@ -227,7 +227,7 @@ def segment_combine_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per sequence, head and tile of V, segment after segment: S <- Phi S + L, backwards S <- Phi^T S + L.
+    """Compute per sequence, head and tile of V, in order: S <- Phi S + L, backwards S <- Phi^T S + L.
 
     Nothing but the product waits for the segment before: Phi and L are copied meanwhile.
     """
@@ -287,7 +287,7 @@ class Segments:
     def start_states(
         self, k: Tensor, v: Tensor, initial_state: Tensor | None, transitions: Tensor, options: Options
     ) -> Tensor:
-        """The state at each segment's start [segments, H, K, V]; fills `transitions` [segments, H, K, K]."""
+        """Return segments' first states [segments, H, K, V]; fill `transitions` [segments, H, K, K]."""
         call, (_, heads, key_dim, _), value_dim = self.call, transitions.shape, v.shape[-1]
         local = v.new_empty(self.count, heads, value_dim, key_dim, dtype=torch.float32)
         tiles = ceil_div(value_dim, options["BV"]) + ceil_div(key_dim, options["BV"])

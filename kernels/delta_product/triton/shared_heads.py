@@ -22,7 +22,7 @@ BLOCK = 1024  # elements of a program: 16 bytes of bf16 for each thread of four 
 def delta_product_sum_shares_kernel(
     shares, total, n, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Total [rows, WIDTH] of shares [rows, COUNT, WIDTH]; `n` is rows x WIDTH."""
+    """Sum to [rows, WIDTH] the shares [rows, COUNT, WIDTH]; `n` is rows x WIDTH."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     p = shares + o // WIDTH * (COUNT * WIDTH) + o % WIDTH
     b_total = tl.zeros((BLOCK,), tl.float32)
