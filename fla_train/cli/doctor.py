@@ -43,7 +43,7 @@ def environment(device: str) -> dict[str, Any]:
         f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
     )
     missing = (f"{name} ({use})" for name, use in OPTIONAL.items() if package_version(name) is None)
-    facts["missing"] = ", ".join(missing) or "no optional package"
+    facts["optional"] = f"missing: {', '.join(missing) or 'nothing'}"
     facts["Hub"] = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else hub_state()
     facts["threads"] = torch.get_num_threads()
     if device == "cuda":

@@ -266,7 +266,7 @@ class PartitionedMuon(torch.optim.Optimizer):
         spans: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for shape, *span in overlaps(group[MATRICES], first, size):
             spans.setdefault(shape, []).append(tuple(span))
-        # All matrices of a shape at once: with small ones, launches take longer than products.
+        # All matrices of a shape at once, because launches take longer than products of small matrices.
         for shape, same in spans.items():
             matrices = [whole[offset : offset + math.prod(shape)].view(shape) for offset, *_ in same]
             rate = 0.2 * math.sqrt(max(shape)) * group["lr"]  # so that AdamW's rates suit Muon
@@ -277,13 +277,13 @@ class PartitionedMuon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Sequence[Tensor]) -> Tensor:
-    """Return about the nearest orthogonal matrices [M, rows * columns] in bf16 of M matrices of one shape.
+    """Approximate the orthogonal matrices nearest to M matrices of one shape: [M, rows * columns] in bf16.
 
     As `torch.optim.Muon` does for one matrix: with X = matrix / its norm and G = X X^T, five iterations of
 
         X <- 3.4445 X + (-4.775 G + 2.0315 G^2) X
 
-    (Newton and Schulz; coefficients of Jordan et al.), after which singular values are 0.7 to 1.2.
+    (Newton and Schulz; coefficients of Jordan et al.), after which singular values are about 0.7 to 1.2.
     """
     x = torch.stack([matrix.bfloat16() for matrix in matrices])
     tall = x.shape[1] > x.shape[2]
