@@ -16,7 +16,7 @@ from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import draw_losses
 from fla_train.training.plan import read_plan
 from fla_train.training.run_folder import RunFolder, is_locked
-from fla_train.utils.keys import resume_rule
+from fla_train.utils.keys import rule
 from fla_train.utils.overrides import flat
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
@@ -207,7 +207,7 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     differ = [
         name
         for name in names
-        if resume_rule(TrainConfig, name) != "free"
+        if rule(TrainConfig, "resume", name) != "free"
         and len({json.dumps(values[name]) for values in settings if name in values}) > 1
     ]
     return [{name: values[name] for name in differ if name in values} for values in settings]

@@ -3,15 +3,14 @@
 It is one more entry of the defaults list in configs/train.yaml. Groups that the command or its experiment
 choose replace the base's sections; single overrides change single keys. Code that the base names (mixer,
 task, optimizer, schedule, callbacks) must be named by the command or its configs too: a folder does not
-choose what is imported. Nor does it choose what is published or evaluated: `PUBLISHING` comes from the
-command alone.
+choose what is imported. Nor does it choose machines, or what is published or evaluated: the rule
+`from_folder` names such keys, which come from the command alone.
 """
 
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,14 @@ from hydra.core.default_element import ConfigDefault, GroupDefault
 from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
-from fla_train.cli.overrides import repository
+from fla_train.cli.overrides import GROUPS, repository
 from fla_train.hub.saved_config import escaped, kept_tokenizer
-from fla_train.training.config import load_config
+from fla_train.training.config import TrainConfig, load_config
 from fla_train.utils.import_class import named_classes
-from fla_train.utils.overrides import assign, flat, parse_all
+from fla_train.utils.keys import rule
+from fla_train.utils.overrides import assign, parse_all, take
 
-MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
-PUBLISHING = ("hub.", "logger.wandb.", "trainer.suite")  # keys that a folder does not decide
-LOCAL = (("logger.wandb.mode", "offline"), ("logger.wandb.mode", "disabled"))
-RECIPES = ("experiment", "recipe", "debug")  # groups whose files choose options of other groups
 
 
 def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
@@ -51,7 +47,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
         saved = _of_run(file)
         base = {section: values for section, values in saved.items() if section not in chosen}
-        left_out = _take_publishing(base)
+        left_out = take(base, _is_left_to_the_command)
         if "data" in chosen and saved["init_from"]:  # whose tokenizer the run follows, as at its first start
             tokenizer = saved["data"]["tokenizer"]
             base["data"] = {"tokenizer": {name: tokenizer[name] for name in ("name", "eos_token")}}
@@ -82,18 +78,17 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         config = compose("train", overrides, config_dir=config_dir)
         changed = {key: value for key, value in left_out.items() if OmegaConf.select(config, key) != value}
         if options := [shlex.quote(assign(*item)) for item in changed.items() if item[0] not in given]:
-            print(f"{run} does not decide what is published; to keep: {' '.join(options)}", file=sys.stderr)
+            print(
+                f"{run} decides neither what is published nor the machines; to keep: {' '.join(options)}",
+                file=sys.stderr,
+            )
     return overrides
 
 
-def _take_publishing(base: dict[str, Any]) -> dict[str, Any]:
-    """Remove the `PUBLISHING` keys from a base and return them; a local W&B mode stays."""
-    found = {}
-    for key, value in list(flat(base)):
-        if key.startswith(PUBLISHING) and (key, value) not in LOCAL:
-            section, _, name = key.rpartition(".")
-            found[key] = reduce(dict.__getitem__, section.split("."), base).pop(name)
-    return found
+def _is_left_to_the_command(key: str, value: Any) -> bool:
+    """Return whether a value is not one that a folder may decide."""
+    allowed = rule(TrainConfig, "from_folder", key)
+    return allowed is not None and value not in allowed
 
 
 def check_run_or_start(overrides: Sequence[str]) -> None:
@@ -110,11 +105,9 @@ def check_run_or_start(overrides: Sequence[str]) -> None:
 
 
 def _of_run(file: Path) -> dict[str, Any]:
-    """Return the config of a run without its folder, its machines and `trainer.resume=none`."""
+    """Return the config of a run without its folder and `trainer.resume=none`."""
     base = asdict(load_config(file))
-    del base["run"], base["dry_run"]
-    for key in MACHINES:
-        del base["launch"][key]
+    del base["run"]
     tokenizer = base["data"]["tokenizer"]
     tokenizer["name"] = kept_tokenizer(tokenizer["name"], file.parent)
     if base["trainer"]["resume"] == "none":
@@ -139,7 +132,7 @@ def _chosen_groups(given: dict[str, Any], config_dir: str | None) -> set[str]:
     """Return the groups for which the command names an option, directly or through a recipe."""
     repo = repository(config_dir)
     chosen = {key for key in given if repo.group_exists(key)}
-    files = [f"{group}/{given[group]}" for group in RECIPES if given.get(group)]
+    files = [f"{group}/{given[group]}" for group in GROUPS if given.get(group)]
     while files:
         config = repo.load_config(files.pop())
         for entry in config.defaults_list if config is not None else ():

@@ -76,7 +76,7 @@ class DataConfig(SourceConfig):
     append_eos: bool = True
     max_line_bytes: int = key(16_000_000, at_least=1)
     shard_bytes: int = key(32_000_000, at_least=1)
-    cache_dir: str | None = key(None, resume="free")
+    cache_dir: str | None = key(None, resume="free", private=True)
     num_workers: int | None = key(None, at_least=0, resume="free")
     document_boundaries: bool = key(False, resume="fixed")
     contiguous: bool = key(False, resume="fixed")

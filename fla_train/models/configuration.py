@@ -15,8 +15,6 @@ from transformers import PreTrainedConfig
 
 from fla_train.kernels.delta_product.interface import BACKENDS
 
-MACHINE_KEYS = ("backend", "recompute_operator")
-INITIALIZATION_KEYS = ("scale_output_init", "embedding_init_std")  # no effect once there are weights
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
 # Fields of attention layers by their names in flash-linear-attention's `attn`
@@ -26,6 +24,15 @@ ATTN_KEYS = {
     "window_size": "sliding_window",
     "rope_theta": "rope_theta",
 }
+
+
+def free(default: Any, *, machine: bool = False) -> Any:
+    """Declare a field that no trained weight depends on, and results only by rounding.
+
+    Args:
+        machine: whether it describes the machine, so that it is not saved with the model.
+    """
+    return dataclasses.field(default=default, metadata={"machine": machine})
 
 
 class DeltaProductConfig(PreTrainedConfig):
@@ -86,13 +93,13 @@ class DeltaProductConfig(PreTrainedConfig):
     allow_neg_eigval: bool = True
     use_short_conv: bool = True
     conv_size: int = 4
-    hidden_ratio: float = 4.0
+    hidden_ratio: float = free(4.0)
     intermediate_size: int | None = None
     hidden_act: str = "silu"
     norm_eps: float = 1e-6
     o_norm_eps: float | None = None
     embedding_multiplier: float = 1.0
-    residual_in_fp32: bool = True
+    residual_in_fp32: bool = free(True)
     layer_types: list[str] | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -102,17 +109,17 @@ class DeltaProductConfig(PreTrainedConfig):
     norm_after: bool = False
     mixer: str | None = None
     mixer_options: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    scale_output_init: bool = False
-    embedding_init_std: float | None = None
+    max_position_embeddings: int = free(2048)
+    initializer_range: float = free(0.02)
+    scale_output_init: bool = free(False)
+    embedding_init_std: float | None = free(None)
     tie_word_embeddings: bool = False
-    use_cache: bool = True
+    use_cache: bool = free(True)
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
-    backend: str = "auto"
-    recompute_operator: bool = False
+    backend: str = free("auto", machine=True)
+    recompute_operator: bool = free(False, machine=True)
 
     def __post_init__(self, **kwargs: Any) -> None:
         if errors := self._errors() or self._fit_errors():
@@ -241,6 +248,10 @@ def config_fields() -> dict[str, dataclasses.Field]:
     """Return the fields of this class by name, without those that all configs of transformers have."""
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     return {f.name: f for f in dataclasses.fields(DeltaProductConfig) if f.name not in inherited}
+
+
+FREE_FIELDS = {name: f.metadata["machine"] for name, f in config_fields().items() if f.metadata}
+MACHINE_KEYS = tuple(name for name, machine in FREE_FIELDS.items() if machine)
 
 
 def build_config(node: Mapping[str, Any]) -> DeltaProductConfig:

@@ -108,11 +108,11 @@ class ScheduleConfig:
 @dataclass
 class TrainerConfig:
     max_steps: int | None = key(at_least=1)
-    seq_len: int = key(at_least=2, resume="fixed")  # a single token has no target
+    seq_len: int = key(at_least=2, resume="fixed", from_weights=True)  # a single token has no target
     global_batch_tokens: int | str = key(at_least=1, resume="fixed")
-    micro_batch_size: int = key(at_least=1)
+    micro_batch_size: int = key(at_least=1, from_weights=True)
     precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
-    activation_checkpointing: bool | str = key(choices=(True, False, "selective"))
+    activation_checkpointing: bool | str = key(choices=(True, False, "selective"), from_weights=True)
     log_every: int = key(at_least=1)
     eval_every: int = key(at_least=0)
     eval_tokens: int = key(at_least=1)
@@ -122,14 +122,14 @@ class TrainerConfig:
     resume: str = key(resume="free")
     max_skipped_steps: int = key(at_least=1)
     check_backend: bool = MISSING
-    target_batch_tokens: int = key(16384, at_least=1, resume="free")
+    target_batch_tokens: int = key(16384, at_least=1, resume="free", from_weights=True)
     keep_every: int = key(0, at_least=0)
     spike_deviations: float = key(0.0, at_least=0)
     stats_every: int = key(0, at_least=0)
     profile_steps: list[int] = field(default_factory=list)
-    suite_every: int = key(0, at_least=0)
-    suite: str = "perplexity"
-    suite_options: list[str] = field(default_factory=list)
+    suite_every: int = key(0, at_least=0, from_folder=())
+    suite: str = key("perplexity", from_folder=())
+    suite_options: list[str] = key(factory=list, from_folder=(), private=True)
     eval_buckets: int = key(1, at_least=1)
     hang_timeout: float = key(0.0, at_least=0)
     cuda_graph: bool = False
@@ -165,10 +165,10 @@ class TrainerConfig:
 class LaunchConfig:
     device: str = key(choices=("auto", "cuda", "cpu"))
     num_processes: int | str = key(at_least=1)
-    num_machines: int = key(at_least=1)
-    machine_rank: int | None = None
-    main_process_ip: str = MISSING
-    main_process_port: int = key(29500, above=0, below=65536)
+    num_machines: int = key(at_least=1, from_folder=())
+    machine_rank: int | None = key(None, from_folder=())
+    main_process_ip: str = key(from_folder=())
+    main_process_port: int = key(29500, above=0, below=65536, from_folder=())
     max_restarts: int = key(0, at_least=0)
     peak_tflops: float | None = key(None, above=0)
     rendezvous_timeout: float = key(600.0, above=0, at_most=1e9)  # torch's store counts ns in 64 bits
@@ -188,7 +188,7 @@ class LaunchConfig:
 
 @dataclass
 class WandbConfig:
-    mode: str = key(choices=("offline", "online", "disabled"))
+    mode: str = key(choices=("offline", "online", "disabled"), from_folder=("offline", "disabled"))
     project: str = MISSING
     name: str | None = None
     entity: str | None = None
@@ -198,7 +198,7 @@ class WandbConfig:
 
 @dataclass
 class LoggerConfig:
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    wandb: WandbConfig = key(factory=WandbConfig, from_folder=())
     tensorboard: bool = MISSING
 
 
@@ -230,19 +230,22 @@ class TrainConfig:
     """Hold the root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
     # The free keys are `MACHINE_KEYS` of `models/configuration.py`, which imports transformers.
-    model: Any = key(resume="fixed", rules={"backend": "free", "recompute_operator": "free"})
+    model: Any = key(
+        resume="fixed",
+        keys={"backend": {"resume": "free"}, "recompute_operator": {"resume": "free"}},
+    )
     data: DataConfig = key(factory=DataConfig, resume="data")
     task: TaskConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    launch: LaunchConfig = key(factory=LaunchConfig, resume="free")
-    logger: LoggerConfig = key(factory=LoggerConfig, resume="free")
-    hub: HubConfig = field(default_factory=HubConfig)
-    run: RunConfig = key(factory=RunConfig, resume="free")
+    launch: LaunchConfig = key(factory=LaunchConfig, resume="free", private=True)
+    logger: LoggerConfig = key(factory=LoggerConfig, resume="free", private=True)
+    hub: HubConfig = key(factory=HubConfig, from_folder=(), private=True)
+    run: RunConfig = key(factory=RunConfig, resume="free", private=True)
     init_from: str | None = key(None, resume="fixed")
     seed: int = key(at_least=0, resume="fixed")
-    dry_run: bool = key(resume="free")
+    dry_run: bool = key(resume="free", from_folder=())
 
     @property
     def batch_unit(self) -> int:

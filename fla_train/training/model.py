@@ -21,29 +21,16 @@ from fla_train.hub.saved_config import map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
 from fla_train.models.build import build_model as build_fresh_model
-from fla_train.models.configuration import INITIALIZATION_KEYS, MACHINE_KEYS
+from fla_train.models.configuration import FREE_FIELDS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig, records_graph
 from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.hub_names import is_hub_name
-from fla_train.utils.overrides import flat
+from fla_train.utils.keys import rule
+from fla_train.utils.overrides import flat, take
 from fla_train.utils.safe_files import read_json
-
-# Fields in which a run may differ from `init_from`. They change no weight, and results only by rounding.
-FREE_FIELDS = (
-    *MACHINE_KEYS,
-    *INITIALIZATION_KEYS,
-    "hidden_ratio",
-    "max_position_embeddings",
-    "initializer_range",
-    "use_cache",
-    "residual_in_fp32",
-)
-# Keys of `trainer` that `init_from` sets.
-BATCH_KEYS = ("seq_len", "micro_batch_size", "target_batch_tokens", "activation_checkpointing")
-PRIVATE_SECTIONS = ("hub", "launch", "logger", "run")  # sections that do not change the weights
 
 
 def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False) -> PreTrainedModel:
@@ -114,7 +101,7 @@ def batch_sizes(source: str) -> dict[str, Any]:
         trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
     except (KeyError, TypeError):  # an export of another program
         return {}
-    return {key: trainer[key] for key in BATCH_KEYS if key in trainer}
+    return {k: value for k, value in trainer.items() if rule(TrainConfig, "from_weights", f"trainer.{k}")}
 
 
 def check_initial_weights(config: TrainConfig) -> None:
@@ -130,7 +117,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     differing = [
         f"model.{name}={new.get(name)} (init_from has {old.get(name)})"
         for name in sorted({*new, *old})
-        if name.removeprefix("config.") not in FREE_FIELDS + TOKEN_IDS and new.get(name) != old.get(name)
+        if name.removeprefix("config.") not in {*FREE_FIELDS, *TOKEN_IDS} and new.get(name) != old.get(name)
     ]
     if differing:
         raise ValueError(f"init_from={source} has another architecture: leave out {', '.join(differing)}")
@@ -202,14 +189,10 @@ def _recipe(config: TrainConfig) -> str:
 def public_config(config: TrainConfig) -> str:
     """Return `config` as YAML for a public card, with local paths cut to their last component.
 
-    PRIVATE_SECTIONS (addresses, projects, folders), `data.cache_dir`, `trainer.suite_options` and the options
-    of callbacks are left out.
+    Private keys (addresses, projects, folders) and the options of callbacks are left out.
     """
     content = asdict(config)
-    for section in PRIVATE_SECTIONS:
-        del content[section]
-    content["data"]["cache_dir"] = None
-    content["trainer"]["suite_options"] = []
+    take(content, lambda key, _: rule(TrainConfig, "private", key))
     content["trainer"]["callbacks"] = [
         entry["class"] if isinstance(entry, dict) else entry for entry in content["trainer"]["callbacks"]
     ]

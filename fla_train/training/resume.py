@@ -17,7 +17,7 @@ from fla_train.tasks.settings import TaskConfig
 from fla_train.training.checkpoint import CheckpointStore, TrainState, find_error
 from fla_train.training.config import TrainConfig
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.keys import resume_rule
+from fla_train.utils.keys import rule
 from fla_train.utils.overrides import flat, plain
 from fla_train.utils.records import read_metrics
 
@@ -105,7 +105,7 @@ def check_same_run(
         for key in sorted(before | now)
         if now.get(key) != before.get(key)
     }
-    rules = {key: resume_rule(TrainConfig, key) for key in changed}
+    rules = {key: rule(TrainConfig, "resume", key) for key in changed}
     errors = [text for key, text in changed.items() if rules[key] == "fixed"]
     of_data = [key for key in changed if rules[key] == "data"]
     if data is not None:
@@ -122,7 +122,7 @@ def check_same_run(
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:
         raise ValueError(f"{checkpoint} belongs to another run: {', '.join(errors)}; or use init_from=RUN")
-    return [text for key, text in changed.items() if rules[key] == "logged"]
+    return [text for key, text in changed.items() if rules[key] is None]
 
 
 def check_config_consistency(
@@ -139,7 +139,7 @@ def check_config_consistency(
         key: value
         for key, value in recorded(config).items()
         if key.startswith("model.")
-        or (resume_rule(TrainConfig, key) in ("fixed", "logged") and not key.startswith("hub."))
+        or (rule(TrainConfig, "resume", key) in ("fixed", None) and not key.startswith("hub."))
     }
     facts["the prepared data"] = data.folder.name
     facts["the Hub's commit of the data"] = data.commits()

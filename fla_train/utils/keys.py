@@ -1,4 +1,4 @@
-"""Declare config keys with their rules: limits, choices, and the changes that a resumed run allows.
+"""Declare config keys with their rules: limits, choices, and where a value may come from or go to.
 
     @dataclass
     class OptimizerConfig:
@@ -9,8 +9,7 @@
             if self.name == "muon" and self.lr == 0:
                 yield "lr=0 trains nothing: use a positive rate"
 
-`find_errors` checks all keys of a config and of its sections. `resume_rule` returns how a resumed run treats
-a changed key.
+`find_errors` checks all keys of a config and of its sections. `rule` returns a rule of a key.
 """
 
 import math
@@ -18,49 +17,38 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import MISSING
 
 AUTO = "auto"
-# How a resumed run treats a changed value: raise an error (fixed), ignore it (free), or log it (logged). For
-# `data` keys, it raises an error if the change leads to other tokens.
-Rule = Literal["fixed", "free", "logged", "data"]
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
+RULES = {*LIMITS, "choices", "classes", "resume", "from_folder", "from_weights", "private", "keys"}
 
 
-def key(
-    default: Any = MISSING,
-    *,
-    factory: Callable[[], Any] | None = None,
-    choices: tuple[bool | str, ...] = (),
-    classes: bool = False,
-    resume: Rule | None = None,
-    rules: Mapping[str, Rule] | None = None,
-    **limits: float,
-) -> Any:
+def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
     """Declare a field of a config with its rules.
+
+    Limits (`at_least`, `at_most`, `above`, `below`) hold for a number, or for each number in a list. Null
+    and, if the type allows text, "auto" are exempt. `choices` are the allowed values; `classes=True` also
+    allows an import path, `package.module:NAME`.
+
+    The other rules of a section hold for its keys too, unless they have their own:
+
+    - `resume`: how a resumed run treats a changed value. "fixed": it raises an error. "free": it ignores the
+      change. None: it logs the change. "data": it raises an error if the change leads to other tokens.
+    - `from_folder`: the values that a command takes from the config in `run.dir`; None: all.
+    - `from_weights`: whether `init_from` sets the key.
+    - `private`: whether the model card leaves the key out.
 
     Args:
         factory: creates the default of a section, a list or a mapping.
-        choices: the allowed values.
-        classes: also allow an import path, `package.module:NAME`.
-        resume: how a resumed run treats a change; None: the rule of the section, and at the root `logged`.
-        rules: `resume` of single keys in an untyped section.
-        limits: at_least, at_most, above, below: of a number, or of each number in a list. Null and, if the
-            type allows text, "auto" are exempt.
+        rules: rules by name. `keys` maps single keys of an untyped section to their rules.
     """
-    assert limits.keys() <= LIMITS.keys()
-    metadata = {
-        "limits": limits,
-        "choices": choices,
-        "classes": classes,
-        "resume": resume,
-        "rules": rules or {},
-    }
+    assert rules.keys() <= RULES
     if factory is not None:
-        return field(default_factory=factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=factory, metadata=rules)
+    return field(default=default, metadata=rules)
 
 
 def find_errors(config: Any, prefix: str = "") -> list[str]:
@@ -90,27 +78,27 @@ def require_valid(config: Any, prefix: str = "") -> None:
         raise ValueError("\n  ".join(errors))
 
 
-def resume_rule(config_type: type, name: str) -> Rule:
-    """Return the rule of a dotted key such as `trainer.seq_len`, or of a key within it."""
-    rules = _resume_rules(config_type)
+def rule(config_type: type, kind: str, name: str) -> Any:
+    """Return the rule `kind` of a dotted key such as `trainer.seq_len`, or of a key within it."""
+    rules = _rules(config_type, kind)
     while name not in rules:
         name = name.rpartition(".")[0]
     return rules[name]
 
 
 @cache
-def _resume_rules(config_type: type) -> dict[str, Rule]:
-    def collect(section: type, prefix: str, inherited: Rule) -> Iterator[tuple[str, Rule]]:
+def _rules(config_type: type, kind: str) -> dict[str, Any]:
+    def collect(section: type, prefix: str, inherited: Any) -> Iterator[tuple[str, Any]]:
         types = get_type_hints(section)
         for entry in fields(section):
-            name, rule = f"{prefix}{entry.name}", entry.metadata.get("resume") or inherited
-            yield name, rule
-            for inner, inner_rule in entry.metadata.get("rules", {}).items():
-                yield f"{name}.{inner}", inner_rule
+            name, own = f"{prefix}{entry.name}", entry.metadata.get(kind, inherited)
+            yield name, own
+            for inner, rules in entry.metadata.get("keys", {}).items():
+                yield f"{name}.{inner}", rules.get(kind, own)
             for inner_type in filter(is_dataclass, get_args(types[entry.name]) or (types[entry.name],)):
-                yield from collect(inner_type, f"{name}.", rule)
+                yield from collect(inner_type, f"{name}.", own)
 
-    return {"": "logged", **dict(collect(config_type, "", "logged"))}
+    return {"": None, **dict(collect(config_type, "", None))}
 
 
 def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -122,16 +110,15 @@ def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
-    limits, choices = metadata.get("limits", {}), metadata.get("choices", ())
+    limits = {word: metadata[word] for word in LIMITS if word in metadata}
+    choices, classes = metadata.get("choices", ()), metadata.get("classes")
     if isinstance(value, Mapping):
         for inner, content in value.items():
             yield from _value_errors(f"{name}.{inner}", content, {})
     elif isinstance(value, list | tuple):
         for content in value:
             yield from _value_errors(name, content, metadata)
-    elif (
-        choices and value is not None and value not in choices and not (metadata["classes"] and ":" in value)
-    ):
+    elif choices and value is not None and value not in choices and not (classes and ":" in value):
         yield f"{name}={value} must be one of {', '.join(str(choice).lower() for choice in choices)}"
     elif limits and isinstance(value, str) and value != AUTO:
         yield f"{name}={value} must be a number, or auto"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,19 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def take(node: dict[str, Any], chosen: Callable[[str, Any], bool | None], prefix: str = "") -> dict[str, Any]:
+    """Remove the leaves for which `chosen(dotted key, value)` from nested dicts, and return them by key."""
+    taken = {}
+    for name, value in list(node.items()):
+        if isinstance(value, dict) and value:
+            taken |= take(value, chosen, f"{prefix}{name}.")
+            if not value:
+                del node[name]
+        elif chosen(prefix + name, value):
+            taken[prefix + name] = node.pop(name)
+    return taken
 
 
 def plain(value: object) -> str:

@@ -58,6 +58,7 @@ def test_only_the_overrides_change(run: Path):
 PUBLISHES = (
     *("hub.repo_id=other/model", "hub.private=false", "hub.license='a b'", "logger.wandb.mode=online"),
     *("logger.wandb.entity=other", "trainer.suite_every=2", "trainer.suite_options=['device=cpu']"),
+    *("launch.num_machines=2", "launch.machine_rank=1"),
 )
 
 

@@ -18,7 +18,7 @@ from fla_train.training.launch import launch
 from fla_train.training.plan import read_plan
 from fla_train.training.resolve import resolve
 from fla_train.training.resume import recorded
-from fla_train.utils.keys import find_errors, resume_rule
+from fla_train.utils.keys import find_errors, rule
 
 Make = Callable[..., TrainConfig]
 SIZES = {"micro_batch_size": st.integers(1, 32), "seq_len": st.integers(2, 4096)}
@@ -80,16 +80,16 @@ def test_a_key_that_a_program_misspells_is_an_error(make_config: Make):
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"),
+    ("name", "expected"),
     [
         *(("model.hidden_size", "fixed"), ("model.backend", "free"), ("launch.num_processes", "free")),
         *(("data.path", "data"), ("data.mixture.web.path", "data"), ("data.contiguous", "fixed")),
-        *(("data.num_workers", "free"), ("task.options.group", "fixed"), ("task.stop_at", "logged")),
-        *(("trainer.max_steps", "logged"), ("trainer.resume", "free"), ("seed", "fixed")),
+        *(("data.num_workers", "free"), ("task.options.group", "fixed"), ("task.stop_at", None)),
+        *(("trainer.max_steps", None), ("trainer.resume", "free"), ("seed", "fixed")),
     ],
 )
-def test_resume_rules(name: str, rule: str):
-    assert resume_rule(TrainConfig, name) == rule
+def test_resume_rules(name: str, expected: str | None):
+    assert rule(TrainConfig, "resume", name) == expected
 
 
 def test_a_push_needs_a_token_before_data_are_prepared(

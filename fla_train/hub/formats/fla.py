@@ -12,8 +12,7 @@ from torch import Tensor
 from fla_train.hub.formats.errors import refuse
 from fla_train.models.configuration import (
     ATTN_KEYS,
-    INITIALIZATION_KEYS,
-    MACHINE_KEYS,
+    FREE_FIELDS,
     DeltaProductConfig,
     config_fields,
     expansion,
@@ -137,8 +136,7 @@ def from_ours(
         fields |= {field: config.num_heads * size / config.hidden_size for field, size in sizes.items()}
 
     covered = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
-    covered |= {*MACHINE_KEYS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
-    covered |= {"residual_in_fp32", *INITIALIZATION_KEYS}  # no effect on trained weights
+    covered |= {*FREE_FIELDS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
     errors = [
         f"{name}={value!r} (it has no such setting)"
         for name, field in config_fields().items()
