@@ -153,10 +153,19 @@ def fail_by(error: Exception) -> int:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """End with a line instead of a traceback on Ctrl-C and without memory, also while modules load."""
+def plain_errors() -> Iterator[None]:
+    """End with a line instead of a traceback on a `ValueError`, `OSError` or Ctrl-C, also while modules load.
+
+    With `FLA_TRAIN_TRACEBACK=1`, errors are raised.
+    """
     try:
         yield
+    except BrokenPipeError:  # `fla-runs runs | head`
+        leave(0)
+    except (ValueError, OmegaConfBaseException, OSError) as error:
+        if os.environ.get("FLA_TRAIN_TRACEBACK"):
+            raise
+        leave(fail_by(error))
     except MemoryError:
         leave(fail("out of host memory: give the job more of it", 1))
     except KeyboardInterrupt:
@@ -171,7 +180,7 @@ def flag_parser() -> ArgumentParser:
     return parser
 
 
-@interruptible()
+@plain_errors()
 def run_hydra(
     config_name: str,
     register: Callable[[], None],
@@ -180,32 +189,26 @@ def run_hydra(
 ) -> None:
     """Run a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
-    A `ValueError` is a user error and prints one line, as does an `OSError`, for example of a full disk. With
-    `FLA_TRAIN_TRACEBACK=1` they are raised instead. `extend(overrides, sweep=..., config_dir=...)` may add
-    overrides. In a sweep (`-m`) the other jobs still run, and the exit status is the highest.
+    `extend(overrides, sweep=..., config_dir=...)` may add overrides. In a sweep (`-m`) the other jobs still
+    run after an error, and the exit status is the highest.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # our Python processes never import from the current folder
     flags = flag_parser().parse_intermixed_args()
     overrides, config_dir = flags.overrides, flags.config_dir
     words = [word for word in sys.argv[1:] if word not in overrides]
     config_name = flags.config_name or config_name
-    try:
-        if flags.experimental_rerun:
-            raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
-        register()
-        if flags.help:
-            print(help_text(config_name, overrides, config_dir))
-            return
-        if not (flags.hydra_help or flags.shell_completion):
-            check = check_sweep if flags.multirun else compose
-            overrides = as_written(config_name, overrides, sweep=flags.multirun)
-            if extend is not None:
-                overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
-            check(config_name, overrides, config_dir=config_dir)
-    except BrokenPipeError:  # `fla-train --help | head`
-        leave(0)
-    except (ValueError, OSError) as error:
-        sys.exit(fail_by(error))
+    if flags.experimental_rerun:
+        raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
+    register()
+    if flags.help:
+        print(help_text(config_name, overrides, config_dir))
+        return
+    if not (flags.hydra_help or flags.shell_completion):
+        check = check_sweep if flags.multirun else compose
+        overrides = as_written(config_name, overrides, sweep=flags.multirun)
+        if extend is not None:
+            overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
+        check(config_name, overrides, config_dir=config_dir)
     sys.argv[1:] = [*words, *overrides]  # Hydra rejects overrides on both sides of flags
 
     codes: list[int] = []
@@ -226,10 +229,10 @@ def run_hydra(
         main = hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)
         main(guarded)()
     except Exception as failure:
-        if begun or os.environ.get("FLA_TRAIN_TRACEBACK"):
+        # A sweep's record may not be writable.
+        of_machine = isinstance(failure, OSError) and not isinstance(failure, HydraException)
+        if begun or of_machine or os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
-        if isinstance(failure, OSError) and not isinstance(failure, HydraException):
-            sys.exit(fail_by(failure))  # the record of a sweep is not writable
         sys.exit(fail(one_line(failure)))  # flags, or jobs of a sweep that do not fit as a whole
     if code := max(codes, default=0):
         sys.exit(code)

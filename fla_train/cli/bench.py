@@ -24,7 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fla_train.bench.options import COMMANDS
-from fla_train.cli.app import compose, fail, interruptible
+from fla_train.cli.app import compose, plain_errors
 from fla_train.cli.overrides import as_written
 from fla_train.cli.version import add_version
 from fla_train.training.config import register, to_config
@@ -110,13 +110,10 @@ def _compose(overrides: Sequence[str]) -> Any:
     return to_config(compose("train", as_written("train", overrides)))
 
 
-@interruptible()
+@plain_errors()
 def main() -> None:
     """Run the console command."""
-    try:
-        run(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(fail(error))
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

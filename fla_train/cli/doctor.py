@@ -21,7 +21,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
-from fla_train.cli.app import fail, interruptible
+from fla_train.cli.app import plain_errors
 from fla_train.cli.version import add_version
 from fla_train.data.config import DataConfig, cache_folder
 from fla_train.utils.environment import describe_environment, package_version
@@ -158,17 +158,14 @@ def check_machine(shape: Sequence[int] | None, verbose: bool) -> bool:
     return False
 
 
-@interruptible()
+@plain_errors()
 def main() -> None:
     """Run the console command."""
     request = build_parser().parse_args()
-    try:
-        if request.mixer is not None:
-            ok = check_mixer(request.mixer, request.mixer_options)
-        else:
-            ok = check_machine(request.shape, request.verbose)
-    except ValueError as error:
-        sys.exit(fail(error))
+    if request.mixer is not None:
+        ok = check_mixer(request.mixer, request.mixer_options)
+    else:
+        ok = check_machine(request.shape, request.verbose)
     sys.exit(0 if ok else 1)
 
 

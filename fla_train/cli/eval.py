@@ -17,7 +17,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import INTERRUPTED, fail, fail_by, run_hydra
+from fla_train.cli.app import INTERRUPTED, fail, plain_errors, run_hydra
 from fla_train.eval.config import EvalConfig
 
 
@@ -87,16 +87,12 @@ def _show(folder: Path) -> None:
         print(file)
 
 
+@plain_errors()
 def main() -> None:
     if sys.argv[1:2] == ["compare"]:
-        try:
-            compare(sys.argv[2:])
-        except (ValueError, OSError) as error:
-            if os.environ.get("FLA_TRAIN_TRACEBACK"):
-                raise
-            sys.exit(fail_by(error))
-        return
-    run_hydra("eval", register, task)
+        compare(sys.argv[2:])
+    else:
+        run_hydra("eval", register, task)
 
 
 if __name__ == "__main__":

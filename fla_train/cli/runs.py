@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fla_train.cli import compare_models
-from fla_train.cli.app import fail_by, interruptible, leave
+from fla_train.cli.app import leave, plain_errors
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
 from fla_train.utils.overrides import plain
@@ -150,22 +150,17 @@ def show(request: argparse.Namespace) -> None:
         figure.savefig(request.png, dpi=120)
 
 
-@interruptible()
+@plain_errors()
 def main() -> None:
     """Run the console command."""
-    try:
-        if sys.argv[1:2] == ["train"]:
-            leave(train_list(sys.argv[2:]))
-        if sys.argv[1:2] == ["compare"]:
-            request = compare_models.build_parser().parse_intermixed_args(sys.argv[2:])
-            from fla_train.cli.comparison import compare  # imports torch, which --help does not need
+    if sys.argv[1:2] == ["train"]:
+        leave(train_list(sys.argv[2:]))
+    if sys.argv[1:2] == ["compare"]:
+        request = compare_models.build_parser().parse_intermixed_args(sys.argv[2:])
+        from fla_train.cli.comparison import compare  # imports torch, which --help does not need
 
-            leave(compare(request))
-        show(build_parser().parse_args())
-    except BrokenPipeError:  # `fla-runs runs | head`
-        leave(0)
-    except (ValueError, OSError) as error:
-        sys.exit(fail_by(error))
+        leave(compare(request))
+    show(build_parser().parse_args())
 
 
 if __name__ == "__main__":
