@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -27,11 +28,13 @@ from fla_train.bench.report import Report, Row
 from fla_train.bench.roofline import Ceilings
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.models.activation_checkpointing import checkpoint_activations
-from fla_train.training.config import TrainConfig, records_graph
+from fla_train.training.checks import features_of
+from fla_train.training.config import TrainConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph
-from fla_train.training.process_group import split_ranks
+from fla_train.training.features.context_parallel import RankMesh
+from fla_train.training.features.cuda_graph import CudaGraph, records_graph
+from fla_train.training.features.float8 import Float8
 from fla_train.training.resolve import resolve
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
@@ -128,9 +131,11 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=not graph)
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    features = [CudaGraph(engine.module, bf16=trainer.autocasts)] if graph else []
+    features = [f for f in features_of(config) if isinstance(f, Float8 | CudaGraph if graph else Float8)]
+    for feature in features:
+        feature.attach(SimpleNamespace(model=engine.module, config=config))
     bad_steps = BadSteps(device, max_grad_norm=config.optimizer.max_grad_norm)
-    mesh = split_ranks(config.launch.context_parallel)
+    mesh = RankMesh(config.launch.context_parallel)
     global_batch = config.num_accumulated * trainer.micro_batch_size * mesh.data_world
     plan = BatchSampler(global_batch, trainer.micro_batch_size, mesh.data_rank, mesh.data_world)
     tokens = plan.global_batch * trainer.seq_len

@@ -9,20 +9,46 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fla_train.models.activation_checkpointing import SELECTIVE
-from fla_train.models.build import build_model_config, build_on_meta, is_zoo
-from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.build import architecture, build_model_config, build_on_meta, is_zoo
+from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.config import TrainConfig
+from fla_train.training.features.context_parallel import ContextParallel
+from fla_train.training.features.cuda_graph import CudaGraph, records_graph
+from fla_train.training.features.float8 import Float8
 from fla_train.training.features.initial_states import InitialStates
 from fla_train.training.optimizer import check_elementwise
 
-# Conditions on a resolved config, by their names in errors.
+
+def _mixes_documents(config: TrainConfig) -> bool:
+    """Return whether a model of another library has recurrences. Those of fla take document bounds."""
+    other = config.model.get("source", "fla") != "fla"
+    return other and forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences
+
+
+def _lacks_cache(config: TrainConfig) -> bool:
+    """Return whether a custom mixer can't continue from states of earlier tokens."""
+    if config.model.get("mixer") is None:
+        return False
+    from fla_train.models.mixers.delta_product import DeltaProductMixer  # imports the models: seconds
+    from fla_train.models.mixers.registry import linear_mixer, takes_cache
+
+    mixer = linear_mixer(build_model_config(config.model))
+    return not takes_cache(mixer) or (config.packs_documents and not issubclass(mixer, DeltaProductMixer))
+
+
+NO_STATES = "model.mixer={mixer}, without a cache or with data.document_boundaries=true"
+# Conditions on a resolved config, by their names in errors, in which {KEY} is a key of the model.
 CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "a synthetic task": lambda c: c.task is not None,
     "a model of another library": lambda c: is_zoo(c.model),
+    "a model without linear_attention": lambda c: is_zoo(c.model) or architecture(c.model) == "transformer",
+    "model.model_type={model_type}, which mixes documents": _mixes_documents,
     "model.mixer": lambda c: c.model.get("mixer") is not None,
+    NO_STATES: _lacks_cache,
     "data.contiguous=true": lambda c: c.initial_states == "contiguous",
-    "data.document_boundaries=true": lambda c: c.task is None and c.data.document_boundaries,
+    "data.contiguous or trainer.initial_state": lambda c: c.initial_states != "zero",
+    "data.document_boundaries=true": lambda c: c.packs_documents,
     "launch.context_parallel above 1": lambda c: c.launch.context_parallel > 1,
     "launch.device=cpu": lambda c: c.launch.device == "cpu",
     "launch.num_processes above 1": lambda c: c.launch.num_processes > 1,
@@ -38,79 +64,77 @@ CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "trainer.suite_every above 0": lambda c: c.trainer.suite_every > 0,
 }
 # Pairs of conditions that exclude each other.
-CONFLICTS: dict[str, tuple[str, ...]] = {
-    "data.contiguous=true": ("a model of another library", "trainer.initial_state other than zero"),
-    "launch.context_parallel above 1": (
-        "a model of another library",
-        "a synthetic task",
-        "data.contiguous=true",
-        "model.mixer",
-        "trainer.activation_checkpointing=selective",
-        "trainer.initial_state other than zero",
-    ),
-    "trainer.cuda_graph=true": (
-        "data.document_boundaries=true",
-        "launch.num_processes above 1",
-        "several micro-batches a step",
-        # Replayed kernels run no Python.
-        "trainer.callbacks with after_loss",
-    ),
-    "trainer.initial_state other than zero": ("a model of another library",),
-    "trainer.precision=fp8": ("a model of another library", "launch.device=cpu"),
-    "trainer.suite_every above 0": ("a synthetic task",),
-}
+CONFLICTS = (
+    ("data.contiguous=true", "trainer.initial_state other than zero"),
+    ("data.contiguous or trainer.initial_state", "a model without linear_attention"),
+    ("data.contiguous or trainer.initial_state", "launch.context_parallel above 1"),
+    ("data.contiguous or trainer.initial_state", NO_STATES),
+    ("data.document_boundaries=true", "model.model_type={model_type}, which mixes documents"),
+    ("launch.context_parallel above 1", "a model of another library"),
+    ("launch.context_parallel above 1", "a synthetic task"),
+    ("launch.context_parallel above 1", "model.mixer"),
+    ("launch.context_parallel above 1", "trainer.activation_checkpointing=selective"),
+    ("trainer.cuda_graph=true", "data.document_boundaries=true"),
+    ("trainer.cuda_graph=true", "launch.num_processes above 1"),
+    ("trainer.cuda_graph=true", "several micro-batches a step"),
+    ("trainer.cuda_graph=true", "trainer.callbacks with after_loss"),  # replayed kernels run no Python
+    ("trainer.precision=fp8", "a model of another library"),
+    ("trainer.precision=fp8", "launch.device=cpu"),
+    ("trainer.suite_every above 0", "a synthetic task"),
+)
 
 
 def find_model_errors(config: TrainConfig) -> Iterator[str]:
-    """Yield the error of a model that can't be built, or that can't keep the documents of a row apart."""
+    """Yield the error of a model that can't be built."""
     try:
         settings = build_model_config(config.model)
-        if isinstance(settings, DeltaProductConfig) and settings.mixer is not None:
+        if config.model.get("mixer") is not None:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 
             check_mixer(settings)
-        documents = config.task is None and config.data.document_boundaries
-        if documents and config.model.get("source", "fla") != "fla":  # fla's layers accept document bounds
-            from fla_train.models.zoo.flops import forward_flops  # imports the models: seconds
-
-            if forward_flops(build_on_meta(config.model), config.trainer.seq_len).recurrences:
-                yield f"{config.model['model_type']} mixes documents: set data.document_boundaries=false"
     except ValueError as error:
         yield str(error)
 
 
 def find_conflicts(config: TrainConfig) -> Iterator[str]:
     """Yield an error for each pair of options in `CONFLICTS` that a resolved config combines."""
-    for option, others in CONFLICTS.items():
-        for other in others:
-            if CONDITIONS[option](config) and CONDITIONS[other](config):
-                yield f"{option} is not supported with {other}: change one of them"
+    for option, other in CONFLICTS:
+        if CONDITIONS[option](config) and CONDITIONS[other](config):
+            yield f"{option} is not supported with {other.format(**config.model)}: change one of them"
 
 
 def find_misfits(config: TrainConfig) -> list[str]:
-    """List the settings of a resolved config that conflict with each other or with this machine.
+    """List the settings of a config that conflict with each other or with this machine.
 
-    Settings that need the number of steps, and those of features, are checked once `max_steps` is known.
+    `find_late_misfits` checks those that need the number of steps.
     """
-    errors = [
+    return [
         *_optimizer_errors(config),
         *_launch_errors(config),
         *_device_errors(config),
         *find_conflicts(config),
-        *_context_errors(config),
-        *(_batch_errors(config) if config.task is None else _task_batch_errors(config)),
+        *_batch_errors(config),
+        *(line for feature in features_of(config) for line in feature.check(config)),
     ]
-    if config.trainer.max_steps is not None:
-        errors += _schedule_errors(config)
-        for feature in planned_features(config):
-            errors += [f"{feature.name}: {line}" for line in feature.check(config)]
+
+
+def find_late_misfits(config: TrainConfig) -> list[str]:
+    """List the settings that do not fit the number of steps, and the errors of custom callbacks."""
+    errors = list(_schedule_errors(config))
+    for callback in make_callbacks(config.trainer.callbacks):
+        errors += [f"{callback.name}: {line}" for line in callback.check(config)]
     return errors
 
 
-def planned_features(config: TrainConfig) -> list[Callback]:
-    """Return the features and callbacks of a run that check its config and count their memory."""
-    states = [InitialStates(config)] if config.initial_states != "zero" else []
-    return states + make_callbacks(config.trainer.callbacks)
+def features_of(config: TrainConfig) -> list[Callback]:
+    """Return the features that change how a resolved config computes its steps."""
+    used: dict[type[Callback], bool] = {
+        ContextParallel: config.launch.context_parallel > 1,
+        Float8: config.trainer.precision == "fp8",
+        InitialStates: config.initial_states != "zero",
+        CudaGraph: records_graph(config),
+    }
+    return [feature() for feature in used if used[feature]]
 
 
 def _schedule_errors(config: TrainConfig) -> Iterator[str]:
@@ -152,36 +176,18 @@ def _device_errors(config: TrainConfig) -> Iterator[str]:
     if needed > present:
         remedy = f"launch.num_processes={present * launch.num_machines}" if present else "launch.device=cpu"
         yield f"launch.num_processes={launch.num_processes} on GPUs: this machine has {present}, use {remedy}"
-    elif config.trainer.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        yield "trainer.precision=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper): set it to bf16"
-
-
-def _context_errors(config: TrainConfig) -> Iterator[str]:
-    trainer, parts = config.trainer, config.launch.context_parallel
-    if parts == 1 or config.task is not None or is_zoo(config.model):
-        return
-    if trainer.seq_len % parts:
-        yield f"launch.context_parallel={parts} does not divide trainer.seq_len={trainer.seq_len}"
-    elif trainer.seq_len // parts < config.model["conv_size"]:
-        yield f"launch.context_parallel={parts} leaves {trainer.seq_len // parts} tokens to a rank: use fewer"
-
-
-def _task_batch_errors(config: TrainConfig) -> Iterator[str]:
-    task, processes = config.task, config.launch.num_processes
-    unit = config.trainer.micro_batch_size * processes
-    if task.batch_size % unit:
-        yield f"task.batch_size={task.batch_size} is not a multiple of {unit} = micro_batch_size x processes"
-    if task.test_sequences < processes:
-        yield f"task.test_sequences={task.test_sequences} leaves processes without a sequence"
 
 
 def _batch_errors(config: TrainConfig) -> Iterator[str]:
-    trainer, unit = config.trainer, config.batch_unit
-    if trainer.global_batch_tokens % unit:
-        below = trainer.global_batch_tokens // unit * unit
+    trainer, task = config.trainer, config.task
+    name, size = ("trainer.global_batch_tokens", 1) if task is None else ("task.batch_size", trainer.seq_len)
+    batch, unit = trainer.global_batch_tokens // size, config.batch_unit // size
+    if batch % unit:
+        below = batch // unit * unit
         yield (
-            f"trainer.global_batch_tokens={trainer.global_batch_tokens} is not a multiple of {unit} = "
-            f"seq_len {trainer.seq_len} x micro_batch_size {trainer.micro_batch_size} x "
-            f"{config.launch.describe()}: use {f'{below} or ' if below else ''}{below + unit}, another "
-            "trainer.micro_batch_size, or auto"
+            f"{name}={batch} is not a multiple of {unit}, as trainer.micro_batch_size="
+            f"{trainer.micro_batch_size} on {config.launch.describe()} needs: use "
+            f"{f'{below} or ' if below else ''}{below + unit}, or another trainer.micro_batch_size"
         )
+    if task is not None and task.test_sequences < config.launch.num_processes:
+        yield f"task.test_sequences={task.test_sequences} leaves processes without a sequence"

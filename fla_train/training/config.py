@@ -265,6 +265,11 @@ class TrainConfig:
         """Return the source of initial states: zero, passing, noise, or contiguous (the preceding text)."""
         return "contiguous" if self.task is None and self.data.contiguous else self.trainer.initial_state
 
+    @property
+    def packs_documents(self) -> bool:
+        """Return whether the documents of a row are kept apart."""
+        return self.task is None and self.data.document_boundaries
+
     def check(self) -> Iterator[str]:
         if self.logger.tensorboard and find_spec("tensorboard") is None:
             yield "logger.tensorboard=true needs a package: pip install tensorboard"
@@ -340,8 +345,3 @@ def load_config(path: Path) -> TrainConfig:
         return to_config(read_saved(path))
     except (OSError, AttributeError, KeyError, TypeError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is not a config of this version: {' '.join(str(error).split())}") from error
-
-
-def records_graph(config: TrainConfig) -> bool:
-    """Return whether a run with this resolved config records its passes as CUDA graphs."""
-    return config.trainer.cuda_graph and config.launch.device == "cuda"

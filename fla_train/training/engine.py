@@ -3,7 +3,7 @@
 Parameters, gradients and their accumulation are fp32, and so is their reduction unless
 `trainer.gradient_reduction` says bf16. The precision `bf16` runs the forward pass under torch's autocast:
 matrix products in bf16, while A_log, dt_bias, norms, gates and states, which the model keeps out of
-autocast, stay fp32. `fp8` is `bf16` with linear layers in float8, see `models.float8`.
+autocast, stay fp32. `fp8` is `bf16` with linear layers in float8, see `features.float8`.
 """
 
 import logging
@@ -15,15 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fla_train.data.sampler import Batch
 from fla_train.kernels.precompile import precompile
-from fla_train.models.float8 import Float8Weights
 from fla_train.training import deepspeed_patches
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.features.cuda_graph import gradients_of
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
 
@@ -138,8 +137,6 @@ def build_engine(model: nn.Module, config: TrainConfig):
         kwargs_handlers=[InitProcessGroupKwargs(backend=dist.get_backend())],
     )
     model.to(device)
-    if config.trainer.precision == "fp8":
-        model.float8 = Float8Weights(model)
     engine, _ = accelerator.prepare(model, build_optimizer(model, config.optimizer))
     assert dist.get_world_size() == config.launch.num_processes
     assert engine.gradient_accumulation_steps() == settings["gradient_accumulation_steps"]
@@ -181,8 +178,6 @@ def train_step(
 
     # Run forward and backward passes. `sums` holds the loss and the number of ranks that were asked to stop.
     sums = torch.tensor([0.0, float(stop)], dtype=torch.float64).to(targets.device, non_blocking=True)
-    if hasattr(engine.module, "float8"):
-        engine.module.float8.cast()
     for number, batch in enumerate(batches):
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         sums[0] += _run_pass(engine, number, batch, divisor, features).double()
@@ -241,17 +236,6 @@ def precompile_step(
         precompile(work, threads)
     except Exception as error:
         logger.warning("kernels are compiled one by one (%s: %s)", type(error).__name__, error)
-
-
-def gradients_of(
-    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], *, bf16: bool
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the loss of `module` with `leaves` as parameters, and its gradient or None for each of them."""
-    device = next(iter(leaves.values())).device.type
-    with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        arguments = dict(inputs, use_cache=False)
-        loss = functional_call(module, dict(leaves), (), arguments).loss
-    return loss.detach(), torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
 
 
 def _inputs(number: int, batch: Batch, divisor: Tensor, features: Sequence[Callback]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.models.configuration import FREE_FIELDS
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.config import TrainConfig, records_graph
+from fla_train.training.config import TrainConfig
+from fla_train.training.features.cuda_graph import records_graph
 from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
@@ -53,8 +54,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
         load_initial_weights(config, model)
     mode, preserve = config.trainer.activation_checkpointing, not records_graph(config)
     checkpoint_activations(model, mode, preserve_rng_state=preserve)
-    documents = config.task is None and config.data.document_boundaries
-    if documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
+    if config.packs_documents and config.model.get("source") == "hf" and not model.keeps_documents_apart():
         raise ValueError(f"{type(model).__name__} mixes documents: set data.document_boundaries=false")
     return model
 

@@ -11,10 +11,12 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.data.cache import PreparedData, open_prepared
 from fla_train.hub.saved_config import escaped
 from fla_train.models.build import build_model_config, build_on_meta, is_zoo
-from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token, training_memory_bytes
+from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token
 from fla_train.models.zoo.flops import forward_flops
-from fla_train.training.checks import planned_features
-from fla_train.training.config import TrainConfig, records_graph, to_config
+from fla_train.training.callback import make_callbacks
+from fla_train.training.checks import features_of
+from fla_train.training.config import TrainConfig, to_config
+from fla_train.training.memory import training_memory
 from fla_train.training.run_data import open_training_data, task_data
 from fla_train.utils.safe_files import read_json
 from fla_train.utils.throughput import peak_flops
@@ -164,25 +166,11 @@ def _training_flops(config: TrainConfig) -> float:
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:
     """Return bytes per process. For models of other libraries, count weights, gradients and AdamW only."""
-    trainer = config.trainer
-    features = sum(feature.memory(config) for feature in planned_features(config))
+    callbacks = features_of(config) + make_callbacks(config.trainer.callbacks)
+    features = sum(callback.memory(config) for callback in callbacks)
     if is_zoo(config.model):
         return 8 * count.total + 8 * count.total // config.launch.num_processes + features
-    memory = training_memory_bytes(
-        build_model_config(config.model),
-        tokens_per_device=trainer.micro_batch_size * trainer.seq_len // config.launch.context_parallel,
-        num_devices=config.launch.num_processes,
-        element_size=2 if trainer.autocasts else 4,
-        gradient_checkpointing=trainer.activation_checkpointing,
-        accumulates=config.num_accumulated > 1,
-    )
-    # Float8 copies hold one byte per element in each of two layouts. Without checkpointing they replace bf16
-    # weights.
-    in_float8 = trainer.precision == "fp8" and trainer.activation_checkpointing
-    float8_weights = 2 * count.total if in_float8 else 0
-    # A step with statistics runs without the graph, whose activations stay allocated meanwhile.
-    beside_graph = memory.activations if records_graph(config) and trainer.stats_every else 0
-    return memory.total + float8_weights + beside_graph + features
+    return training_memory(config).total + features
 
 
 def plan_lines(plan: RunPlan) -> list[str]:

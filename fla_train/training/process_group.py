@@ -2,7 +2,6 @@
 
 import os
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -10,7 +9,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from fla_train.kernels.context_parallel import ContextGroup
 from fla_train.utils.ranks import leave_other_launchers
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -53,29 +51,6 @@ def join(*, on_gpu: bool) -> torch.device:
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, store=_store(world), rank=rank, world_size=world)
     return device
-
-
-@dataclass(frozen=True)
-class RankMesh:
-    """Arrange the ranks of a run as data x context: consecutive ranks share sequences.
-
-    Attributes:
-        data_rank, data_world: index and number of the groups that read different sequences.
-        context: the ranks that split each sequence among them; None: sequences are whole.
-    """
-
-    data_rank: int
-    data_world: int
-    context: ContextGroup | None = None
-
-
-def split_ranks(context_parallel: int) -> RankMesh:
-    """Split the joined ranks into groups of `context_parallel`, a divisor of their number, on all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if context_parallel == 1:
-        return RankMesh(rank, world)
-    group, _ = dist.new_subgroups(context_parallel, timeout=TIMEOUT)
-    return RankMesh(rank // context_parallel, world // context_parallel, ContextGroup(group))
 
 
 def _store(world: int) -> dist.Store | None:

@@ -2,8 +2,8 @@
 
 1. Make the paths of the request absolute, and check every key and section.
 2. Fill in the sizes that the task, the saved run and this machine decide.
-3. Check the filled-in config: batch, device, options that exclude each other; with `trainer.epochs` again
-   after 6.
+3. Check the filled-in config: batch, device, options that exclude each other, number of steps (with
+   `trainer.epochs` after 6).
 4. Check the run folder, the Hub and the weights of `init_from` before hours of tokenizing.
 5. Set the vocabulary from the tokenizer, and prepare the data.
 6. Fill in the number of steps and the warm-up; compute FLOPs, memory and time.
@@ -24,7 +24,7 @@ from fla_train.hub.push import check_access
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.tasks.config import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
-from fla_train.training.checks import find_misfits, find_model_errors
+from fla_train.training.checks import find_late_misfits, find_misfits, find_model_errors
 from fla_train.training.config import TrainConfig
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
@@ -62,9 +62,11 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     if saved is not None:
         _fill_saved_sizes(config, *saved)
     _fill_machine(config)
+    errors = find_misfits(config)
     if config.trainer.epochs is None:
         _fill_steps(config, None)
-    _require_none(find_misfits(config))
+        errors += find_late_misfits(config)
+    _require_none(errors)
     if data != "none":
         _check_before_preparing(config, folder, saved, fetch=data == "prepare")
     if config.task is None:
@@ -72,7 +74,7 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     prepared = _prepare(config, saved, data)
     if config.trainer.epochs is not None:
         _fill_steps(config, prepared)
-        _require_none(find_misfits(config))
+        _require_none(find_late_misfits(config))
     return make_plan(request, config, prepared)
 
 

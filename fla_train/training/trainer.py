@@ -18,11 +18,11 @@ from fla_train.models.build import is_zoo
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
-from fla_train.training.config import records_graph
+from fla_train.training.checks import features_of
 from fla_train.training.engine import HostTransfer, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph
+from fla_train.training.features.context_parallel import RankMesh
 from fla_train.training.features.evaluation import TaskEvaluation, TextEvaluation
 from fla_train.training.features.exports import Exports
 from fla_train.training.features.initial_states import InitialStates
@@ -35,7 +35,6 @@ from fla_train.training.log import RunLogger
 from fla_train.training.optimizer import make_schedule
 from fla_train.training.plan import RunPlan
 from fla_train.training.preemption import StopRequest
-from fla_train.training.process_group import split_ranks
 from fla_train.training.resume import check_config_consistency, recorded
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock
@@ -93,7 +92,7 @@ class Trainer:
         self.engine = build_engine(model, config)
         self.model = self.engine.module
         self.timeline.mark("engine")
-        self.rank, self.mesh = dist.get_rank(), split_ranks(config.launch.context_parallel)
+        self.rank, self.mesh = dist.get_rank(), RankMesh(config.launch.context_parallel)
 
         # Restore weights, optimizer and position.
         continued = resume is not None and self.folder.owns(resume)
@@ -112,14 +111,9 @@ class Trainer:
         peak = peak_flops(gpu, trainer.precision, config.launch.peak_tflops)
         all_peaks = None if peak is None else peak * dist.get_world_size()
         self.throughput = Throughput(plan.flops_per_token, all_peaks, device)
-        self.checkpoints = CheckpointManager(
-            self.engine,
-            self.folder.checkpoints,
-            keep=trainer.keep_checkpoints,
-            keep_every=trainer.keep_every,
-            log=self.log,
-            saved_step=self.state.step if continued else -1,
-        )
+        keep = {"keep": trainer.keep_checkpoints, "keep_every": trainer.keep_every}
+        saved, folder = self.state.step if continued else -1, self.folder.checkpoints
+        self.checkpoints = CheckpointManager(self.engine, folder, **keep, log=self.log, saved_step=saved)
         # Launched steps by number, each with the function that waits for its end and returns its results.
         self.unread: list[tuple[int, Callable[[], FinishedStep]]] = []
         self.stopping = False  # whether a rank was asked to stop
@@ -373,12 +367,7 @@ def build_features(trainer: Trainer) -> list[Callback]:
     export, whose card shows its results. Exports come before the suites and pushes that read them.
     """
     config = trainer.config
-    features: list[Callback] = [trainer.bad_steps]
-    if config.initial_states != "zero":
-        features.append(InitialStates(config))
-    if records_graph(config):
-        features.append(CudaGraph(trainer.model, bf16=config.trainer.autocasts))
-    features += make_callbacks(config.trainer.callbacks)
+    features = [trainer.bad_steps, *features_of(config), *make_callbacks(config.trainer.callbacks)]
     features += [Statistics(), Profile()]
     features += [TextEvaluation() if config.task is None else TaskEvaluation(), Exports()]
     if trainer.rank == 0 and config.trainer.suite_every:

@@ -14,9 +14,9 @@ from torch import Tensor
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.training.config import TrainConfig, load_config
-from fla_train.training.engine import build_engine, gradients_of, train_step
+from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph
+from fla_train.training.features.cuda_graph import CudaGraph, gradients_of
 from fla_train.training.features.initial_states import InitialStates
 from fla_train.training.resolve import resolve
 
@@ -84,8 +84,10 @@ def _engine(config: TrainConfig):
 
 def _passing(engine) -> InitialStates:
     trainer = SimpleNamespace(state_noise="fitted", zero_state_share=0.25)
-    states = InitialStates(SimpleNamespace(initial_states="passing", seed=0, trainer=trainer))
-    states.connect(BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH), engine)
+    config = SimpleNamespace(initial_states="passing", seed=0, trainer=trainer)
+    states = InitialStates()
+    batches = BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH)
+    states.attach(SimpleNamespace(config=config, batches=batches, engine=engine))
     return states
 
 

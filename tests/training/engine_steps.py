@@ -7,6 +7,7 @@ the same masked global batches; `reference` runs the steps without DeepSpeed.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models import build_config
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.training.checks import features_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step
 from fla_train.training.features.bad_steps import BadSteps
@@ -108,6 +110,9 @@ def run(config: TrainConfig) -> dict:
     plan = resolve(replace(config, trainer=replace(config.trainer, precision="auto")))
     plan.config.trainer.precision = precision if precision != "auto" else plan.config.trainer.precision
     engine = build_engine(make_model(config), plan.config)
+    features = features_of(plan.config)
+    for feature in features:
+        feature.attach(SimpleNamespace(model=engine.module))
     rank, world = dist.get_rank(), dist.get_world_size()
     sampler = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 
@@ -121,7 +126,7 @@ def run(config: TrainConfig) -> dict:
             ids, labels = make_batch(step)
             pairs = [(ids[rows], labels[rows]) for rows in sampler.indices(0)]
             stop = rank == world - 1 and step == first + count - 1
-            outcomes.append(train_step(engine, pairs, LEARNING_RATE, bad_steps, stop=stop))
+            outcomes.append(train_step(engine, pairs, LEARNING_RATE, bad_steps, stop=stop, features=features))
             weights.append(checksum(engine.module))
         return [outcome.read() for outcome in outcomes]
 

@@ -13,8 +13,8 @@ from fla_train.data.sampler import Batch, pack
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
-from fla_train.training.process_group import join, split_ranks
-from fla_train.training.run_data import split_batch
+from fla_train.training.features.context_parallel import RankMesh, split_batch
+from fla_train.training.process_group import join
 
 Make = Callable[..., TrainConfig]
 ROWS, LENGTH = 2, 24
@@ -73,7 +73,7 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
     """Return, on each rank, relative errors against whole rows, and the numbers of parts of activations."""
     join(on_gpu=False)
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = split_ranks(world).context
+    context = RankMesh(world).context
     errors: dict[str, float] = {}
     parts: set[int] = set()
     for layout, boundaries in LAYOUTS.items():

@@ -19,8 +19,8 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
-from fla_train.training.config import TrainConfig, records_graph, register, to_config, to_yaml
-from fla_train.training.features.cuda_graph import CudaGraph
+from fla_train.training.config import TrainConfig, register, to_config, to_yaml
+from fla_train.training.features.cuda_graph import CudaGraph, records_graph
 from fla_train.training.model import build_model
 from tests.ranks import start_ranks
 

@@ -156,8 +156,9 @@ class TestOneRank:
     ) -> InitialStates:
         model = DeltaProductForCausalLM(small_config("gated_delta_product", backend="chunk"))
         trainer = SimpleNamespace(state_noise=noise or "fitted", zero_state_share=share)
-        states = InitialStates(SimpleNamespace(initial_states=kind, seed=5, trainer=trainer))
-        states.connect(BatchSampler(64, micro_batch), OneRank(model))
+        states, config = InitialStates(), SimpleNamespace(initial_states=kind, seed=5, trainer=trainer)
+        batches = BatchSampler(64, micro_batch)
+        states.attach(SimpleNamespace(config=config, batches=batches, engine=OneRank(model), log=print))
         self.begin(states, 0)
         assert model.training
         return states

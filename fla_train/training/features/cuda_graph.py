@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fla_train.data.sampler import Batch
+from fla_train.models.build import is_zoo
 from fla_train.training.callback import Callback
-from fla_train.training.engine import gradients_of
+from fla_train.training.config import TrainConfig
+from fla_train.training.memory import training_memory
 from fla_train.utils.random_states import differing, random_states, set_random_states
 
 WAITED = "synchronizing CUDA operation"  # part of torch's error for an operation that waits
@@ -29,13 +32,22 @@ class CudaGraph(Callback):
     wait for the GPU, draw random numbers on the host, or run a backward pass inside the forward pass.
 
     Args:
-        module: a module on a GPU, in training mode.
+        module: a module on a GPU, in training mode. `attach` sets the trainer's.
         bf16: whether matrix products run in bf16, under autocast.
     """
 
-    def __init__(self, module: nn.Module, *, bf16: bool):
+    def __init__(self, module: nn.Module | None = None, *, bf16: bool = False):
         self._module, self._bf16, self._active = module, bf16, True
         self._key: tuple | None = None  # shapes and addresses of the recorded pass
+
+    def memory(self, config: TrainConfig) -> int:
+        """Return the bytes of a step with statistics, beside which the graph's activations stay allocated."""
+        counted = config.trainer.stats_every and not is_zoo(config.model)
+        return training_memory(config).activations if counted else 0
+
+    def attach(self, trainer) -> None:
+        super().attach(trainer)
+        self._module, self._bf16 = trainer.model, trainer.config.trainer.autocasts
 
     def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
         self._active = not self.trainer.is_observed(step)
@@ -139,6 +151,22 @@ class CudaGraph(Callback):
             ) from error
         torch.cuda.current_stream().wait_stream(stream)
         self._graph, (self._loss, self._gradients) = graph, recorded
+
+
+def records_graph(config: TrainConfig) -> bool:
+    """Return whether a run with this resolved config records its passes as CUDA graphs."""
+    return config.trainer.cuda_graph and config.launch.device == "cuda"
+
+
+def gradients_of(
+    module: nn.Module, leaves: Mapping[str, Tensor], inputs: Mapping[str, Any], *, bf16: bool
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the loss of `module` with `leaves` as parameters, and its gradient or None for each of them."""
+    device = next(iter(leaves.values())).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        arguments = dict(inputs, use_cache=False)
+        loss = functional_call(module, dict(leaves), (), arguments).loss
+    return loss.detach(), torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ None of these states has a gradient. Rows are numbered over all ranks, in the or
 state depends neither on the number of ranks nor on the micro-batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_train.data.sampler import Batch, BatchSampler, send
-from fla_train.models.build import build_model_config, is_zoo
+from fla_train.data.sampler import Batch, send
+from fla_train.models.build import build_model_config
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
@@ -35,27 +35,6 @@ class InitialStates(Callback):
     name = "initial_states"
     changes_in_place = True
 
-    def __init__(self, config: TrainConfig):
-        self._source, self._seed = config.initial_states, config.seed
-        self._noise, self._zero_fraction = config.trainer.state_noise, config.trainer.zero_state_share
-
-    def check(self, config: TrainConfig) -> Iterator[str]:
-        if is_zoo(config.model):  # `find_conflicts` rejects it
-            return
-        settings = build_model_config(config.model)
-        setting = "data.contiguous" if self._source == "contiguous" else "trainer.initial_state"
-        if "linear_attention" not in settings.layer_types:
-            yield f"{setting} has no effect without linear_attention layers: leave it at its default"
-        if settings.mixer is None:
-            return
-        from fla_train.models.mixers.delta_product import DeltaProductMixer  # imports the models: seconds
-        from fla_train.models.mixers.registry import linear_mixer, takes_cache
-
-        mixer = linear_mixer(settings)
-        packed = config.task is None and config.data.document_boundaries
-        if not takes_cache(mixer) or (packed and not issubclass(mixer, DeltaProductMixer)):
-            yield f"{setting} with {settings.mixer} needs its cache and data.document_boundaries=false"
-
     def memory(self, config: TrainConfig) -> int:
         """Return the bytes of this rank's rows of a step and of one more micro-batch."""
         model = build_model_config(config.model)
@@ -65,13 +44,12 @@ class InitialStates(Callback):
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
-        self.connect(trainer.batches, trainer.engine)
-        if trainer.model.config.attention_layers:
-            trainer.log("states       attention layers carry nothing: they see their own sequence only")
-
-    def connect(self, sampler: BatchSampler, engine) -> None:
-        """Set the assignment of a step's rows to ranks, and DeepSpeed's engine."""
+        config, engine, sampler = trainer.config, trainer.engine, trainer.batches
+        self._source, self._seed = config.initial_states, config.seed
+        self._noise, self._zero_fraction = config.trainer.state_noise, config.trainer.zero_state_share
         self._engine, self._device, self._sampler = engine, engine.device, sampler
+        if engine.module.config.attention_layers:
+            trainer.log("states       attention layers carry nothing: they see their own sequence only")
         # Row numbers of each rank, [accumulation x micro_batch], in the order in which the rank keeps them.
         ranks = range(sampler.world)
         self._rows_of = [replace(sampler, rank=rank).indices(0).flatten() for rank in ranks]
