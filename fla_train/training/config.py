@@ -23,7 +23,7 @@ from fla_train.tasks.settings import TaskConfig
 from fla_train.training.callback import make_callbacks
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.import_class import import_object
-from fla_train.utils.keys import key
+from fla_train.utils.keys import key, rule
 
 # Fraction of the run for warm-up, and its maximum in steps.
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512
@@ -31,8 +31,6 @@ WARMUP_SHARE, WARMUP_CAP = 0.05, 512
 # them.
 ZOO_NODE = {"source": MISSING, "model_type": MISSING, "config": {}, "vocab_size": None}
 ZOO_KEYS = tuple(f"model.{name}" for name in (*ZOO_NODE, "hidden_size", "num_hidden_layers", "head_dim"))
-# Overrides of keys that the task decides.
-OF_THE_TASK = ("trainer.seq_len=", "trainer.global_batch_tokens=", "model.vocab_size=")
 # Keys of `trainer` for the length of a run. Exactly one of them is set.
 LENGTHS = ("max_steps", "max_tokens", "epochs")
 DECAY_SHARE = 0.2  # fraction of the run in which `wsd` decays
@@ -108,8 +106,9 @@ class ScheduleConfig:
 @dataclass
 class TrainerConfig:
     max_steps: int | None = key(at_least=1)
-    seq_len: int = key(at_least=2, resume="fixed", from_weights=True)  # a single token has no target
-    global_batch_tokens: int | str = key(at_least=1, resume="fixed")
+    # A single token has no target.
+    seq_len: int = key(at_least=2, resume="fixed", from_task=True, from_weights=True)
+    global_batch_tokens: int | str = key(at_least=1, resume="fixed", from_task=True)
     micro_batch_size: int = key(at_least=1, from_weights=True)
     precision: str = key(choices=("auto", "bf16", "fp8", "fp32"))
     activation_checkpointing: bool | str = key(choices=(True, False, "selective"), from_weights=True)
@@ -232,7 +231,10 @@ class TrainConfig:
     # The free keys are `MACHINE_KEYS` of `models/configuration.py`, which imports transformers.
     model: Any = key(
         resume="fixed",
-        keys={"backend": {"resume": "free"}, "recompute_operator": {"resume": "free"}},
+        keys={
+            "resume": {"backend": "free", "recompute_operator": "free"},
+            "from_task": {"vocab_size": True},
+        },
     )
     data: DataConfig = key(factory=DataConfig, resume="data")
     task: TaskConfig | None = None
@@ -318,10 +320,9 @@ def to_config(node: DictConfig | dict, overrides: Sequence[str] = ()) -> TrainCo
     lengths = [name for name in LENGTHS if f"trainer.{name}" in keys]
     if len(lengths) == 1:  # it replaces the length of the recipe
         node["trainer"] = {**node["trainer"], **dict.fromkeys(set(LENGTHS) - set(lengths))}
-    if node.get("task") and (
-        ignored := [text for text in overrides if text.lstrip("+").startswith(OF_THE_TASK)]
-    ):
-        raise ValueError(f"the task decides {', '.join(ignored)}: see task.batch_size, .options and .train")
+    decided = [text for text, key in zip(overrides, keys, strict=True) if rule(TrainConfig, "from_task", key)]
+    if node.get("task") and decided:
+        raise ValueError(f"the task decides {', '.join(decided)}: see task.batch_size, .options and .train")
     # A recipe for our family has set fields that other models do not have.
     if "source" in node.get("model", {}):
         if ignored := [key for key in keys if key.startswith("model.") and not key.startswith(ZOO_KEYS)]:

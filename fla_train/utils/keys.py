@@ -23,7 +23,8 @@ from omegaconf import MISSING
 
 AUTO = "auto"
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-RULES = {*LIMITS, "choices", "classes", "resume", "from_folder", "from_weights", "private", "keys"}
+RULES = {*LIMITS, "choices", "classes", "keys", "private", "resume"}
+RULES |= {"from_folder", "from_task", "from_weights"}
 
 
 def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
@@ -38,12 +39,12 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
     - `resume`: how a resumed run treats a changed value. "fixed": it raises an error. "free": it ignores the
       change. None: it logs the change. "data": it raises an error if the change leads to other tokens.
     - `from_folder`: the values that a command takes from the config in `run.dir`; None: all.
-    - `from_weights`: whether `init_from` sets the key.
+    - `from_task`, `from_weights`: whether the task or `init_from` sets the key.
     - `private`: whether the model card leaves the key out.
 
     Args:
         factory: creates the default of a section, a list or a mapping.
-        rules: rules by name. `keys` maps single keys of an untyped section to their rules.
+        rules: rules by name. `keys` has further ones, {name of a rule: {key of an untyped section: rule}}.
     """
     assert rules.keys() <= RULES
     if factory is not None:
@@ -93,8 +94,8 @@ def _rules(config_type: type, kind: str) -> dict[str, Any]:
         for entry in fields(section):
             name, own = f"{prefix}{entry.name}", entry.metadata.get(kind, inherited)
             yield name, own
-            for inner, rules in entry.metadata.get("keys", {}).items():
-                yield f"{name}.{inner}", rules.get(kind, own)
+            for inner, inner_rule in entry.metadata.get("keys", {}).get(kind, {}).items():
+                yield f"{name}.{inner}", inner_rule
             for inner_type in filter(is_dataclass, get_args(types[entry.name]) or (types[entry.name],)):
                 yield from collect(inner_type, f"{name}.", own)
 
