@@ -93,7 +93,7 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
 def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None) -> str:
     """Return usage, the options of every group, and the config that the overrides give."""
     repo, config = repository(config_dir), compose(config_name, overrides, config_dir=config_dir)
-    chosen = [*DEFAULTS.get(config_name, []), *config]
+    chosen = {*DEFAULTS.get(config_name, ()), *config} - {"scales"}
     groups = [name for name in repo.get_group_options("", ObjectType.GROUP) if name in chosen]
     lines = [USAGE.format(name=config_name), "Groups"]
     for group in groups:

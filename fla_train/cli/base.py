@@ -55,33 +55,24 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
-    missing = {}
-    for key, value in named_classes(base).items():
-        if key not in given:
-            section = key.partition(".")[0] + "."  # whose keys may be those of the base only
-            single = [
-                o.input_line
-                for o in parsed
-                if not o.is_sweep_override() and not o.key_or_group.startswith(section)
-            ]
-            composed = OmegaConf.to_container(compose("train", single, config_dir=config_dir))
-            if named_classes(composed).get(key) != value:
-                missing[key] = value
-    if missing:
-        words = " ".join(shlex.quote(assign(*item)) for item in missing.items())
-        raise ValueError(f"{run or weights} names code, and a folder does not choose imports: add {words}")
+    if classes := {key: value for key, value in named_classes(base).items() if key not in given}:
+        sections = tuple(key.partition(".")[0] + "." for key in classes)  # their keys may be the base's only
+        kept = (o for o in parsed if not (o.is_sweep_override() or o.key_or_group.startswith(sections)))
+        composed = compose("train", [o.input_line for o in kept], config_dir=config_dir)
+        named = named_classes(OmegaConf.to_container(composed))
+        if missing := [assign(key, value) for key, value in classes.items() if named.get(key) != value]:
+            reason = f"{run or weights} names code, and a folder does not choose imports"
+            raise ValueError(f"{reason}: add {shlex.join(missing)}")
     ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
     overrides = [*kind, "base=found", *overrides]
     if left_out:
         config = compose("train", overrides, config_dir=config_dir)
-        changed = {key: value for key, value in left_out.items() if OmegaConf.select(config, key) != value}
-        if options := [shlex.quote(assign(*item)) for item in changed.items() if item[0] not in given]:
-            print(
-                f"{run} decides neither what is published nor the machines; to keep: {' '.join(options)}",
-                file=sys.stderr,
-            )
+        changed = [item for item in left_out.items() if OmegaConf.select(config, item[0]) != item[1]]
+        if options := [assign(key, value) for key, value in changed if key not in given]:
+            reason = f"{run} does not decide what is published, or which machines train"
+            print(f"{reason}; to keep: {shlex.join(options)}", file=sys.stderr)
     return overrides
 
 
