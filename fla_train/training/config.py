@@ -243,7 +243,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = key(factory=LaunchConfig, resume="free", private=True)
     logger: LoggerConfig = key(factory=LoggerConfig, resume="free", private=True)
-    hub: HubConfig = key(factory=HubConfig, from_folder=(), private=True)
+    hub: HubConfig = key(factory=HubConfig, resume="free", from_folder=(), private=True)
     run: RunConfig = key(factory=RunConfig, resume="free", private=True)
     init_from: str | None = key(None, resume="fixed")
     seed: int = key(at_least=0, resume="fixed")

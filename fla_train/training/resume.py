@@ -138,8 +138,7 @@ def check_config_consistency(
     facts: dict[str, object] = {
         key: value
         for key, value in recorded(config).items()
-        if key.startswith("model.")
-        or (rule(TrainConfig, "resume", key) in ("fixed", None) and not key.startswith("hub."))
+        if key.startswith("model.") or rule(TrainConfig, "resume", key) in ("fixed", None)
     }
     facts["the prepared data"] = data.folder.name
     facts["the Hub's commit of the data"] = data.commits()
