@@ -5,7 +5,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import datetime
 from itertools import compress
 from pathlib import Path
@@ -36,33 +37,53 @@ def sweep_jobs() -> list[list[str]]:
     return [[text.lstrip("+") for text in compress(job, differ)] for job in jobs]
 
 
+@contextmanager
+def output_to(folder: Path) -> Iterator[None]:
+    """Append the standard output of this process, and of those that it starts, to `folder`/output.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    terminal = os.dup(1)
+    try:
+        with (folder / "output.txt").open("a") as file, redirect_stdout(file):
+            os.dup2(file.fileno(), 1)
+            yield
+    finally:
+        os.dup2(terminal, 1)
+        os.close(terminal)
+
+
 def train(node: DictConfig) -> int:
-    """Train one composed config. In a sweep (`-m`) each job has a separate run folder."""
+    """Train one composed config.
+
+    In a sweep (`-m`) each job has a separate run folder, which receives its output, and prints one line.
+    """
     # Collecting garbage while importing would cost a seventh of the time.
     gc.disable()
     from fla_train import api
     from fla_train.training.launch import TrainingFailed
     from fla_train.training.log import log
+    from fla_train.training.metrics import last_value
     from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
     gc.freeze()
     gc.enable()
     hydra = HydraConfig.get()
-    config, last = to_config(node, hydra.overrides.task), False
+    config, output = to_config(node, hydra.overrides.task), None
     if hydra.mode == RunMode.MULTIRUN:
         jobs, number = sweep_jobs(), hydra.job.num
         if config.run.job is not None and not 0 <= config.run.job < len(jobs):
             sys.exit(fail(f"this sweep has no job {config.run.job}: its jobs are 0 to {len(jobs) - 1}"))
         if config.run.job not in (None, number):
             return 0
-        print(f"job {number + 1}/{len(jobs)}: {', '.join(jobs[number]) or 'nothing is swept'}", flush=True)
         place_job(config, number, jobs[number])
-        last = number + 1 == len(jobs)
+        if config.run.job is None and config.run.dir and not config.dry_run:
+            output = Path(config.run.dir)
+        line = f"job {number + 1}/{len(jobs)}: {', '.join(jobs[number]) or 'nothing is swept'}"
+        print(line, end=" ... " if output else "\n", flush=True)
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
     try:
-        with leaving_at_once():
-            api.train(config)
+        with leaving_at_once(), output_to(output) if output else nullcontext():
+            run = api.train(config)
     except TrainingFailed as failure:
         return fail(failure, 2 if failure.final else 1)
     except Preempted as stop:
@@ -71,8 +92,12 @@ def train(node: DictConfig) -> int:
     except KeyboardInterrupt:
         fail("interrupted; the same command with this run.dir resumes from the last checkpoint")
         leave(INTERRUPTED)
-    if last and config.run.dir and not config.dry_run:
-        print(f"Compare the jobs: fla-runs {shlex.quote(str(Path(config.run.dir).parent))}")
+    if output:
+        losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
+        found = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]
+        print(", ".join([run.status, *found]))
+        if number + 1 == len(jobs):
+            print(f"Compare the jobs: fla-runs {shlex.quote(str(output.parent))}")
     return 0
 
 
