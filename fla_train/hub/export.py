@@ -96,18 +96,18 @@ def export_model(
             # `save_pretrained` rejects combinations of settings that published models have.
             generation.to_json_file(aside / "generation_config.json")
         stored, library = weights, None
-        if translation is None:
-            write_remote_code(config, aside)
-            config.save_pretrained(aside)
-        else:
-            content, stored = translation.from_ours(config, weights)
-            if (prefix := getattr(config, PREFIX, None)) is not None:
-                content[PREFIX] = prefix
-            (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-            library = (translation.PACKAGE, content["model_type"])
         try:
+            if translation is None:
+                write_remote_code(config, aside)
+                config.save_pretrained(aside)
+            else:
+                content, stored = translation.from_ours(config, weights)
+                if (prefix := getattr(config, PREFIX, None)) is not None:
+                    content[PREFIX] = prefix
+                (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+                library = (translation.PACKAGE, content["model_type"])
             save_torch_state_dict(stored, aside, metadata={"format": "pt"})
-        except SafetensorError as error:  # for example, a full disk
+        except (SafetensorError, OSError) as error:  # for example, a full disk
             raise OSError(f"{folder} could not be written: {error}") from error
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         images = [shutil.copyfile(plot, aside / plot.name).name for plot in plots]

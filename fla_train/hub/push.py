@@ -22,7 +22,7 @@ NO_TOKEN = "no Hub token: run `hf auth login` or set HF_TOKEN"
 EARLIER = [
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "checksums.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template.jinja", "models_*.py", "kernels_*.py", "utils_*.py"),
+    *("chat_template.jinja", "modeling.py", "delta_product.py", "fused_ops.py", "launching.py"),
 ]
 TEMPLATES = "additional_chat_templates/*"
 

@@ -1,9 +1,9 @@
 """Write the Python files with which transformers loads an export without this package.
 
-The files are all modules that the model's module imports. Their first line names their origin. Their imports
-have the form `from .name import`, which transformers follows within one folder. Gluon kernels are left out,
-because Gluon changes between Triton releases and an export must load with any of them;
-`kernels.delta_product.select` then chooses the Triton kernels.
+transformers follows imports of the form `from .name import` within one folder, so all modules that the model
+imports are joined into the few files of `FILES`. Modules of one file share a namespace: no two of them may
+define the same name. Gluon kernels are left out, because Gluon changes between Triton releases and an export
+must load with any of them; `kernels.delta_product.select` then chooses the Triton kernels.
 """
 
 import ast
@@ -19,6 +19,14 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
 MODULES = {DeltaProductConfig: "fla_train.models.modeling", SignedMambaConfig: "fla_train.models.zoo.mamba"}
+# The file of a module, by the first of these names with which its own begins.
+FILES = {
+    "fla_train.kernels.delta_product": "delta_product",
+    "fla_train.kernels.fused_ops": "fused_ops",
+    "fla_train.kernels.context_parallel": "modeling",
+    "fla_train.kernels": "launching",
+    "fla_train": "modeling",
+}
 LEFT_OUT = "fla_train.kernels.delta_product.hopper"
 ORIGIN = "# Generated from {module}, fla_train {version}, Apache-2.0: only imports differ.\n"
 
@@ -41,34 +49,39 @@ def write_remote_code(config: PreTrainedConfig, folder: Path) -> None:
 
 def _file(module: str) -> str:
     """Return the name of a module's file without its extension."""
-    return module.removeprefix("fla_train.").replace(".", "_")
+    return next(file for start, file in FILES.items() if module.startswith(start))
 
 
 @cache
 def _files(module: str) -> dict[str, str]:
     """Return the text of each file that `module` needs, by name."""
     texts: dict[str, str] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if _file(name) not in texts:
-            texts[_file(name)], needed = _rewritten(name)
-            waiting += needed
+    _add(module, texts, set())
     return texts
 
 
-def _rewritten(module: str) -> tuple[str, list[str]]:
-    """Return a module's text with rewritten imports, and the modules of this package that it imports."""
+def _add(module: str, texts: dict[str, str], done: set[str]) -> None:
+    """Append a module to its file, after those that it imports and before those that its calls import."""
+    done.add(module)
     text = Path(find_spec(module).origin).read_text()
-    lines, needed = text.splitlines(keepends=True), []
-    for node in ast.walk(ast.parse(text)):
+    lines, tree, later = text.splitlines(keepends=True), ast.parse(text), []
+    for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not node.module.startswith("fla_train."):
             continue
-        line, old = lines[node.lineno - 1], f"from {node.module} import"
+        place = slice(node.lineno - 1, node.end_lineno)
+        line, indent = "".join(lines[place]), " " * node.col_offset
         if node.module.startswith(LEFT_OUT):
-            assert node.end_lineno == node.lineno, f"{module}: write the import of {node.module} in one line"
-            lines[node.lineno - 1] = line.replace(line.strip(), f'raise ModuleNotFoundError("{node.module}")')
-            continue
-        needed.append(node.module)
-        lines[node.lineno - 1] = line.replace(old, f"from .{_file(node.module)} import")
-    return ORIGIN.format(module=module, version=__version__) + "".join(lines), needed
+            line = f'{indent}raise ModuleNotFoundError("{node.module}")\n'
+        else:
+            line = line.replace(f"from {node.module} import", f"from .{_file(node.module)} import")
+            if _file(node.module) == _file(module):
+                line = f"{indent}pass\n" if indent else ""
+            if node in tree.body and node.module not in done:
+                _add(node.module, texts, done)
+            later.append(node.module)
+        lines[place] = [line, *[""] * (node.end_lineno - node.lineno)]
+    origin = ORIGIN.format(module=module, version=__version__)
+    texts[_file(module)] = texts.get(_file(module), "") + origin + "".join(lines).strip("\n") + "\n\n\n"
+    for other in later:
+        if other not in done:
+            _add(other, texts, done)

@@ -83,7 +83,7 @@ def float8_project(
 ) -> list[Tensor]:
     """Return outputs of `layers` in float8, then of `others` in `dtype`, for x [..., D]."""
     weights = [layer.weight for layer in (*layers, *others)]
-    return list(_Projections.apply(x, None, dtype, layers[0].float8.of(layers), len(layers), *weights))
+    return list(_Float8Projections.apply(x, None, dtype, layers[0].float8.of(layers), len(layers), *weights))
 
 
 def float8_mlp(
@@ -104,7 +104,7 @@ def float8_norm_project(x: Tensor, norm: nn.Module, layer: nn.Linear, dtype: tor
     scaled, inverse = layer.float8.of_norm(norm)
     y, data, _ = cast_rms_norm(x, None, norm.weight, scaled, norm.eps, dtype=dtype, narrow=E4M3)
     cast = Float8Matrix(data.view(-1, layer.in_features), None, inverse)
-    return _Projections.apply(y.flatten(-2), cast, dtype, layer.float8.of((layer,)), 1, layer.weight)[0]
+    return _Float8Projections.apply(y.flatten(-2), cast, dtype, layer.float8.of((layer,)), 1, layer.weight)[0]
 
 
 def float8_norm_mlp(
@@ -128,7 +128,7 @@ def _kept(cast: Float8Matrix) -> tuple[Tensor, Tensor, bool]:
     return cast.data if plain else cast.transposed, cast.inverse, plain
 
 
-class _Projections(torch.autograd.Function):
+class _Float8Projections(torch.autograd.Function):
     """Project x [..., D]; `weight` stacks the first `count` of `weights` in e4m3.
 
     With `cast`, x in e4m3, x itself only receives the gradient.
@@ -171,7 +171,7 @@ class _Projections(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Apply the MLP to x and `cast`, which are those of `_Projections`; its weights also come in e4m3."""
+    """Apply the MLP to x and `cast`, which are those of `_Float8Projections`. Weights come in e4m3, too."""
 
     @staticmethod
     def forward(ctx, x, cast, dtype, gate_up_weight, down_weight, gate, up, down) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from fla_train.kernels.delta_product import resolve_backend as resolve_operator
-from fla_train.kernels.fused_ops import linear_step, mixer_step, resolve_backend
+from fla_train.kernels.delta_product.interface import resolve_backend as resolve_operator
+from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.short_conv import MAX_TAPS
-from fla_train.kernels.fused_ops.token_step import MAX_STATE, merge
+from fla_train.kernels.fused_ops.token_step import MAX_STATE, linear_step, merge, mixer_step
 from fla_train.kernels.sizes import next_power_of_2
 from fla_train.models.cache import count_tokens
 from fla_train.models.context import Masks, SequenceContext

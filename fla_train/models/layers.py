@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
-from fla_train.kernels.fused_ops import add_rms_norm, rms_norm, short_convolution, swiglu_linear
+from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
+from fla_train.kernels.fused_ops.short_conv import short_convolution
 from fla_train.kernels.fused_ops.side_by_side import SideBySideGradients
+from fla_train.kernels.fused_ops.swiglu import swiglu_linear
 from fla_train.kernels.weight_gradient import weight_gradient
 from fla_train.models.float8 import (
     float8_mlp,

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.kernels.fused_ops import IGNORE, consume_logits, resolve_backend
+from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
 from fla_train.kernels.weight_gradient import add_weight_gradient
 from fla_train.models.layer_sizes import CHUNK_ELEMENTS
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from fla_train.kernels.custom_op import NAMESPACE
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS, compute_dtype
 
-CHUNK_STEPS = 64  # most Householder steps of a chunk: near the fastest on CPUs for head dims 32 to 128
+MAX_CHUNK_STEPS = 64  # most Householder steps of a chunk: near the fastest on CPUs for head dims 32 to 128
 LOG_ZERO = -800.0  # exp of it is 0 even in float64; stands for -inf, of which differences would be NaN
 
 
@@ -53,7 +53,7 @@ class ChunkLayout:
     @staticmethod
     def of(tokens: int, num_householder: int, cu_seqlens: Tensor | None) -> "ChunkLayout":
         """Return the layout of a row, or of the documents packed in it."""
-        fitting = max(1, CHUNK_STEPS // num_householder)
+        fitting = max(1, MAX_CHUNK_STEPS // num_householder)
         size = min(tokens, 1 << (fitting.bit_length() - 1))  # a power of two: odd sizes are a third slower
         lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
         entries, first, last, rows = [], [], [], []

@@ -4,25 +4,19 @@ Each has a PyTorch definition and Triton kernels that read their inputs and writ
 same gradients; `backend="auto"` selects the kernels on CUDA. See docs/dev/fused_ops.md.
 """
 
-from fla_train.kernels.fused_ops.backend import BACKENDS, resolve_backend
+from fla_train.kernels.fused_ops.backend import resolve_backend
 from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
-from fla_train.kernels.fused_ops.flash_decoding import attention_step
 from fla_train.kernels.fused_ops.gates import recurrence_gates
 from fla_train.kernels.fused_ops.rms_norm import add_rms_norm, rms_norm
 from fla_train.kernels.fused_ops.rotary import rotary
 from fla_train.kernels.fused_ops.selective_scan import selective_scan
 from fla_train.kernels.fused_ops.short_conv import short_convolution
 from fla_train.kernels.fused_ops.swiglu import swiglu_linear
-from fla_train.kernels.fused_ops.token_step import linear_step, mixer_step
 
 __all__ = [
-    "BACKENDS",
     "IGNORE",
     "add_rms_norm",
-    "attention_step",
     "consume_logits",
-    "linear_step",
-    "mixer_step",
     "recurrence_gates",
     "resolve_backend",
     "rms_norm",

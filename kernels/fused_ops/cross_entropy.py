@@ -14,8 +14,8 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import next_power_of_2
 
 IGNORE = -100  # target of a row that has none, as in torch and transformers
-BLOCK = 4096  # logits of a row that a program of the Triton kernel holds at once
-ELEMENTS_PER_WARP = 256
+LOGITS_BLOCK = 4096  # logits of a row that a program of the Triton kernel holds at once
+LOGITS_PER_WARP = 256
 
 
 def consume_logits(
@@ -60,11 +60,11 @@ def consume_logits(
 @custom_op(mutates=("logits", "losses"))
 def consume_logits_forward(logits: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
     """Fill the losses and overwrite the logits by their gradient, if asked."""
-    block = min(BLOCK, next_power_of_2(logits.shape[1]))
+    block = min(LOGITS_BLOCK, next_power_of_2(logits.shape[1]))
     with torch.cuda.device_of(logits):
         consume_kernel[(logits.shape[0],)](
             logits, targets, losses, V=logits.shape[1], BV=block, IGNORE=IGNORE, GRADIENT=with_gradient,
-            num_warps=max(1, block // ELEMENTS_PER_WARP),
+            num_warps=max(1, block // LOGITS_PER_WARP),
         )  # fmt: skip
 
 

@@ -27,12 +27,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOP = {E4M3: 7, E5M2: 14}
 MULTIPLE = 16  # of both sizes of a matrix that float8 products take
 
-PROGRAMS_PER_PROCESSOR = 4  # of the kernels that look for the largest magnitude
+AMAX_PROGRAMS_PER_PROCESSOR = 4  # of the kernels that look for the largest magnitude
 AMAX_BLOCK = 8192  # elements at once, in 8 warps as all kernels here
-TILE = (128, 128)  # of a cast
+FP8_TILE = (128, 128)  # of a cast
 ROWS_TILE = (8, 512)  # of SwiGLU without a transpose
 SWIGLU_TILE = (128, 64)  # of SwiGLU's backward pass
-WARPS = 8
+CAST_WARPS = 8
 
 
 class Float8Matrix(NamedTuple):
@@ -197,7 +197,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _empty_amax(x: Tensor, *count: int) -> Tensor:
     """Allocate the largest magnitudes that each program finds, as bits of fp32."""
-    shape = (*count, PROGRAMS_PER_PROCESSOR * processors(x.device))
+    shape = (*count, AMAX_PROGRAMS_PER_PROCESSOR * processors(x.device))
     return torch.empty(shape, dtype=torch.int32, device=x.device)
 
 
@@ -208,7 +208,7 @@ def float8_amax(x: Tensor, largest: Tensor) -> None:
     with torch.cuda.device_of(x):
         run_kernel(
             amax_kernel, (len(largest),), x=x, largest=largest, n=n,
-            steps=ceil_div(n, AMAX_BLOCK * len(largest)), BLOCK=AMAX_BLOCK, num_warps=WARPS,
+            steps=ceil_div(n, AMAX_BLOCK * len(largest)), BLOCK=AMAX_BLOCK, num_warps=CAST_WARPS,
         )  # fmt: skip
 
 
@@ -218,9 +218,9 @@ def float8_cast(x: Tensor, largest: Tensor, y: Tensor, transposed: Tensor, inver
     rows, columns = x.shape
     with torch.cuda.device_of(x):
         run_kernel(
-            cast_kernel, _grid(rows, columns, TILE), x=x, largest=largest, y=y, y_t=transposed,
+            cast_kernel, _grid(rows, columns, FP8_TILE), x=x, largest=largest, y=y, y_t=transposed,
             inverse=inverse, rows=rows, columns=columns, y_stride=y.stride(0), t_stride=transposed.stride(0),
-            **_of_scale(largest, y), BM=TILE[0], BN=TILE[1], num_warps=WARPS,
+            **_of_scale(largest, y), BM=FP8_TILE[0], BN=FP8_TILE[1], num_warps=CAST_WARPS,
         )  # fmt: skip
 
 
@@ -230,8 +230,8 @@ def float8_transpose(x: Tensor, y: Tensor) -> None:
     rows, columns = x.shape
     with torch.cuda.device_of(x):
         run_kernel(
-            transpose_cast_kernel, _grid(rows, columns, TILE), x=x.view(torch.int8), y=y.view(torch.int8),
-            rows=rows, columns=columns, BM=TILE[0], BN=TILE[1], num_warps=WARPS,
+            transpose_cast_kernel, _grid(rows, columns, FP8_TILE), x=x.view(torch.int8), y=y.view(torch.int8),
+            rows=rows, columns=columns, BM=FP8_TILE[0], BN=FP8_TILE[1], num_warps=CAST_WARPS,
         )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def swiglu_amax(gate_up: Tensor, dy: Tensor | None, largest: Tensor) -> None:
         run_kernel(
             swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=dy, largest=largest, rows=rows,
             steps=ceil_div(tiles, len(largest)), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
-            BACKWARD=dy is not None, num_warps=WARPS,
+            BACKWARD=dy is not None, num_warps=CAST_WARPS,
         )  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def swiglu_cast(gate_up: Tensor, largest: Tensor, y: Tensor, inverse: Tensor) ->
         run_kernel(
             swiglu_cast_kernel, _grid(rows, columns, ROWS_TILE), gate_up=gate_up, largest=largest, y=y,
             inverse=inverse, rows=rows, **_of_scale(largest, y), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
-            num_warps=WARPS,
+            num_warps=CAST_WARPS,
         )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def swiglu_backward_cast(
             swiglu_backward_cast_kernel, _grid(rows, columns, SWIGLU_TILE), gate_up=gate_up, dy=dy,
             inverse=inverse, largest=largest, d=d, d_t=d_transposed, d_inverse=d_inverse, y_t=y_transposed,
             rows=rows, **_of_scale(largest, d), D=columns, BM=SWIGLU_TILE[0], BN=SWIGLU_TILE[1],
-            num_warps=WARPS,
+            num_warps=CAST_WARPS,
         )  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def store_inverse(p, inverse):
 
 
 @triton.jit
-def tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+def fp8_tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
     """Return rows [BM] and columns [BN] of tile `i_tile`, and which of them exist [BM, BN]."""
     n_across = tl.cdiv(columns, BN)
     o_m = (i_tile // n_across).to(tl.int64) * BM + tl.arange(0, BM)
@@ -360,7 +360,7 @@ def cast_kernel(
     rows, columns, y_stride, t_stride,
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    o_m, o_n, mask = tile(tl.program_id(0), rows, columns, BM, BN)
+    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, columns, BM, BN)
     b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask, other=0.0).to(tl.bfloat16)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
@@ -372,7 +372,7 @@ def cast_kernel(
 def transpose_cast_kernel(
     x, y, rows, columns, BM: tl.constexpr, BN: tl.constexpr  # [rows, columns], out [columns, rows]
 ):  # fmt: skip
-    o_m, o_n, mask = tile(tl.program_id(0), rows, columns, BM, BN)
+    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, columns, BM, BN)
     b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask)
     tl.store(y + o_n.to(tl.int64)[:, None] * rows + o_m[None, :], tl.trans(b_x), mask=tl.trans(mask))
 
@@ -401,7 +401,7 @@ def swiglu_amax_kernel(
 ):  # fmt: skip
     b_bits = tl.zeros((BM, BN), tl.int32)
     for i in range(0, steps):
-        o_m, o_n, mask = tile(from_the_end(i, steps), rows, D, BM, BN)
+        o_m, o_n, mask = fp8_tile(from_the_end(i, steps), rows, D, BM, BN)
         b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
         if BACKWARD:
             b_dy = tl.load(dy + o_m[:, None] * D + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -419,7 +419,7 @@ def swiglu_cast_kernel(
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    o_m, o_n, mask = tile(tl.program_id(0), rows, D, BM, BN)
+    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, D, BM, BN)
     b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
@@ -435,7 +435,7 @@ def swiglu_backward_cast_kernel(
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    o_m, o_n, mask = tile(tl.program_id(0), rows, D, BM, BN)
+    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, D, BM, BN)
     b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
     b_dy = tl.load(dy + o_m[:, None] * D + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)

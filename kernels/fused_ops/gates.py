@@ -14,7 +14,7 @@ from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-TILE = 2048  # elements of b per program of the Triton kernels
+GATE_TILE = 2048  # elements of b per program of the Triton kernels
 
 
 def recurrence_gates(
@@ -89,7 +89,7 @@ def recurrence_gates_forward(
     """Fill beta and, with a forget gate, g."""
     programs, sizes = _sizes(b, a)
     with torch.cuda.device_of(b):
-        forward_kernel[(programs,)](
+        gate_forward_kernel[(programs,)](
             b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **_strides(b=b, a=a), **sizes
         )  # fmt: skip
 
@@ -103,7 +103,7 @@ def recurrence_gates_backward(
     programs, sizes = _sizes(b, a)
     partial = None if a is None else dparameters.new_empty(programs, 2, a.shape[-1])
     with torch.cuda.device_of(b):
-        backward_kernel[(programs,)](
+        gate_backward_kernel[(programs,)](
             b, a, A_log, dt_bias, dbeta, dg, db, da, partial, beta_max=beta_max,
             **_strides(b=b, a=a, db=db, da=da), **sizes,
         )  # fmt: skip
@@ -115,7 +115,7 @@ def _sizes(b: Tensor, a: Tensor | None) -> tuple[int, dict[str, Any]]:
     """Return number of programs, and the arguments that both kernels share."""
     columns, heads = b.shape[-1], 1 if a is None else a.shape[-1]
     block = next_power_of_2(columns)
-    tile_rows, rows = max(1, TILE // block), b.numel() // columns
+    tile_rows, rows = max(1, GATE_TILE // block), b.numel() // columns
     sizes = dict(n_rows=rows, S=columns, H=heads, BR=tile_rows, BS=block, BH=next_power_of_2(heads))
     return ceil_div(rows, tile_rows), sizes | {"GATED": a is not None}
 
@@ -126,7 +126,7 @@ def _strides(**tensors: Tensor | None) -> dict[str, int]:
 
 
 @triton.jit
-def tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def gate_tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Return rows [BR, 1], columns [1, BC] and mask [BR, BC] of this program's tile of [rows, COLS]."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_c = tl.arange(0, BC)
@@ -143,18 +143,18 @@ def softplus(b_z):
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def forward_kernel(
+def gate_forward_kernel(
     b, a, A_log, dt_bias,  # [rows, S], [rows, H], [H], [H]
     beta, g,  # out, fp32, as b and a
     n_rows, beta_max,
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
     S_b: tl.constexpr, S_a: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_s, m_b = tile(n_rows, S, BR, BS)
+    o_r, o_s, m_b = gate_tile(n_rows, S, BR, BS)
     b_b = tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32)
     tl.store(beta + o_r * S + o_s, beta_max * tl.sigmoid(b_b), mask=m_b)
     if GATED:
-        o_r, o_a, m_a = tile(n_rows, H, BR, BH)
+        o_r, o_a, m_a = gate_tile(n_rows, H, BR, BH)
         o_h = tl.arange(0, BH)
         b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
@@ -163,20 +163,20 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def backward_kernel(
+def gate_backward_kernel(
     b, a, A_log, dt_bias, dbeta, dg,  # as above; gradients as b and a
     db, da, partial,  # out: as b, as a; fp32 [programs, 2, H] parts of the gradients of A_log and dt_bias
     n_rows, beta_max,
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
     S_b: tl.constexpr, S_a: tl.constexpr, S_db: tl.constexpr, S_da: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_s, m_b = tile(n_rows, S, BR, BS)
+    o_r, o_s, m_b = gate_tile(n_rows, S, BR, BS)
     b_sigmoid = tl.sigmoid(tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32))
     b_slope = beta_max * b_sigmoid * (1.0 - b_sigmoid)
     b_db = tl.load(dbeta + o_r * S + o_s, mask=m_b, other=0.0) * b_slope
     tl.store(db + o_r * S_db + o_s, b_db.to(db.dtype.element_ty), mask=m_b)
     if GATED:
-        o_r, o_a, m_a = tile(n_rows, H, BR, BH)
+        o_r, o_a, m_a = gate_tile(n_rows, H, BR, BH)
         o_h = tl.arange(0, BH)
         b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)

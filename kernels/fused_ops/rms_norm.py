@@ -19,10 +19,10 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
 MAX_SIZE = 16384  # channels; the Triton kernels hold a row in registers
-TILE = 2048  # elements of a tile of short rows
-ELEMENTS_PER_WARP = 512
-STAGES = 2  # of the backward kernel's loop: it loads a tile ahead of the one that it computes
-PROGRAMS_PER_PROCESSOR = 4  # of the backward kernel: all of them run at once
+NORM_TILE = 2048  # elements of a tile of short rows
+NORM_ELEMENTS_PER_WARP = 512
+NORM_STAGES = 2  # of the backward kernel's loop: it loads a tile ahead of the one that it computes
+NORM_PROGRAMS_PER_PROCESSOR = 4  # of the backward kernel: all of them run at once
 
 
 def rms_norm(
@@ -183,9 +183,9 @@ def rms_norm_forward(
     y: Tensor, total: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill y and, with a residual, the sum that is normalised."""
-    tiles, sizes = _tiles(x)
+    tiles, sizes = _norm_tiles(x)
     with torch.cuda.device_of(x):
-        forward_kernel[(tiles,)](
+        norm_forward_kernel[(tiles,)](
             x, residual, weight, gate, y, total, eps=eps, ADD=residual is not None, S_x=row_stride(x),
             **_gate_sizes(x, gate=gate), **sizes,
         )  # fmt: skip
@@ -197,27 +197,27 @@ def rms_norm_backward(
     dx: Tensor, dweight: Tensor, dgate: Tensor | None, dresidual: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill the gradients, that of the weight in fp32; `dresidual` where its dtype is not that of dx."""
-    tiles, sizes = _tiles(x)
-    tiles_each = max(1, ceil_div(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device)))  # 1 for no rows
+    tiles, sizes = _norm_tiles(x)
+    tiles_each = max(1, ceil_div(tiles, NORM_PROGRAMS_PER_PROCESSOR * processors(x.device)))  # 1 for no rows
     programs = ceil_div(tiles, tiles_each)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        backward_kernel[(programs,)](
+        norm_backward_kernel[(programs,)](
             x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial,
             tiles_each=tiles_each, eps=eps, ADD=dtotal is not None, SPLIT=dresidual is not None,
-            STAGES=STAGES if sizes["BR"] * sizes["BD"] <= TILE else 1,  # wide rows would fill shared memory
+            STAGES=NORM_STAGES if sizes["BR"] * sizes["BD"] <= NORM_TILE else 1,  # wide rows fill memory
             S_x=row_stride(x), S_dx=row_stride(dx), **_gate_sizes(x, gate=gate, dgate=dgate), **sizes,
         )  # fmt: skip
     sum_rows(partial, dweight)
 
 
-def _tiles(x: Tensor) -> tuple[int, dict[str, int]]:
+def _norm_tiles(x: Tensor) -> tuple[int, dict[str, int]]:
     """Return number of tiles of x [..., D], and the sizes that both kernels share."""
     size = x.shape[-1]
     block = next_power_of_2(size)
-    tile_rows = max(1, TILE // block)
+    tile_rows = max(1, NORM_TILE // block)
     rows = x.numel() // size
-    warps = min(16, max(4, tile_rows * block // ELEMENTS_PER_WARP))
+    warps = min(16, max(4, tile_rows * block // NORM_ELEMENTS_PER_WARP))
     sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": block, "num_warps": warps}
     return ceil_div(rows, tile_rows), sizes
 
@@ -240,7 +240,7 @@ def store_tile(p, p_tile, b_x, mask):
 
 
 @triton.jit
-def tile(i_tile, n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def norm_tile(i_tile, n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """Return rows [BR, 1], columns [1, BD] and mask [BR, BD] of tile `i_tile`."""
     o_r = i_tile.to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
@@ -261,14 +261,14 @@ def gate_offsets(o_r, o_d, D: tl.constexpr, H: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def forward_kernel(
+def norm_forward_kernel(
     x, residual, weight, gate,  # [rows, D], the same or None, [D], [rows / H, H D] or None
     y, total,  # out [rows, D]; residual + x, with ADD
     n_rows, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, H: tl.constexpr,
     S_x: tl.constexpr, S_gate: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_d, mask = tile(tl.program_id(0), n_rows, D, BR, BD)
+    o_r, o_d, mask = norm_tile(tl.program_id(0), n_rows, D, BR, BD)
     p_tile = o_r * D + o_d
     b_w = load_weight(weight, D, BD)
     b_x = load_tile(x, o_r * S_x + o_d, mask)
@@ -286,7 +286,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows", "tiles_each"])
-def backward_kernel(
+def norm_backward_kernel(
     x, weight, gate, dy,  # [rows, D] normalised input, [D], [rows / H, H D] or None, [rows, D]
     dtotal,  # gradient of the sum by its other use, with ADD
     dx, dresidual, dgate, partial,  # out; dresidual only with SPLIT; fp32 [programs, D] parts of dweight
@@ -299,7 +299,7 @@ def backward_kernel(
     b_w = load_weight(weight, D, BD)
     b_dw = tl.zeros((BR, BD), tl.float32)
     for i in tl.range(0, tiles_each, num_stages=STAGES):
-        o_r, o_d, mask = tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
+        o_r, o_d, mask = norm_tile(tl.program_id(0) * tiles_each + i, n_rows, D, BR, BD)
         p_tile = o_r * D + o_d
         b_x, b_dy = load_tile(x, o_r * S_x + o_d, mask), load_tile(dy, p_tile, mask)
         if ADD:

@@ -10,7 +10,7 @@ from fla_train.kernels.fused_ops.side_by_side import as_rows, row_stride
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
-TILE = 2048  # pairs of channels per program of the Triton kernel
+ROTARY_TILE = 2048  # pairs of channels per program of the Triton kernel
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -49,15 +49,15 @@ class _Rotary(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        return _launch(q, k, cos, sin, False)
+        return _rotary_launch(q, k, cos, sin, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
-        return *_launch(dq, dk, *ctx.saved_tensors, True), None, None
+        return *_rotary_launch(dq, dk, *ctx.saved_tensors, True), None, None
 
 
-def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _rotary_launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     # A list: torch.compile of torch 2.15 cannot trace a generator that runs another one, here in `as_rows`.
     q, k = [as_rows(x.flatten(-2)).view(x.shape) for x in (q, k)]
     rotated = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -72,7 +72,7 @@ def rotary_rotate(
     """Fill the rotated q and k, turned the other way if `inverse`."""
     batch, length, heads, size = q.shape
     block_heads, block_pairs = next_power_of_2(heads), next_power_of_2(size // 2)
-    tokens = max(1, TILE // (block_heads * block_pairs))
+    tokens = max(1, ROTARY_TILE // (block_heads * block_pairs))
     with torch.cuda.device_of(q):
         rotate_kernel[(ceil_div(batch * length, tokens),)](
             q, k, cos, sin, rotated_q, rotated_k, batch * length, length,

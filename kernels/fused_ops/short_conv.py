@@ -183,9 +183,9 @@ def short_convolution_forward(
     x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None, y: Tensor
 ) -> None:
     """Fill y."""
-    grid, sizes = _launch(x, weight, position_in_document, before, FORWARD)
+    grid, sizes = _conv_launch(x, weight, position_in_document, before, FORWARD)
     with torch.cuda.device_of(x):
-        forward_kernel[grid](x, weight, position_in_document, before, y, S_x=row_stride(x), **sizes)
+        conv_forward_kernel[grid](x, weight, position_in_document, before, y, S_x=row_stride(x), **sizes)
 
 
 @custom_op(mutates=("dx", "dweight"))
@@ -194,18 +194,18 @@ def short_convolution_backward(
     dx: Tensor, dweight: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients, that of the weight in fp32."""
-    grid, sizes = _launch(x, weight, position_in_document, before, BACKWARD)
+    grid, sizes = _conv_launch(x, weight, position_in_document, before, BACKWARD)
     groups = ceil_div(sizes["n_blocks"], sizes["BR"])
     partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        backward_kernel[grid](
+        conv_backward_kernel[grid](
             x, weight, position_in_document, before, dy, dx, partial,
             S_x=row_stride(x), S_dx=row_stride(dx), maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
     sum_rows(partial, dweight)
 
 
-def _launch(
+def _conv_launch(
     x: Tensor,
     weight: Tensor,
     position_in_document: Tensor | None,
@@ -323,7 +323,7 @@ def program_tile(T, n_blocks, D: tl.constexpr, L: tl.constexpr, BR: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["T", "n_blocks"])
-def forward_kernel(
+def conv_forward_kernel(
     x, weight, position_in_document, before, y,  # [B, T, D], [D, W], [B T], [B, W-1, D], out [B, T, D]
     T, n_blocks,
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
@@ -353,7 +353,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "n_blocks"])
-def backward_kernel(
+def conv_backward_kernel(
     x, weight, position_in_document, before, dy,  # [B, T, D], [D, W], [B T], [B, W-1, D], [B, T, D]
     dx, partial,  # out: [B, T, D]; weight gradient per program, fp32 [groups, D, W]
     T, n_blocks,

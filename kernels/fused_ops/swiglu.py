@@ -19,9 +19,9 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 from fla_train.kernels.weight_gradient import weight_gradient
 
-TILE = 2048  # elements per program of the Triton kernels
+SWIGLU_ELEMENTS = 2048  # elements per program of the Triton kernels
 MAX_COLUMNS = 256  # of them, per row
-WARPS = 4
+SWIGLU_WARPS = 4
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
@@ -76,31 +76,31 @@ class _SwiGLULinear(torch.autograd.Function):
 @custom_op(mutates=("y",))
 def swiglu_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """Fill y."""
-    grid, sizes = _launch(y, gate=gate, up=up)
+    grid, sizes = _swiglu_launch(y, gate=gate, up=up)
     with torch.cuda.device_of(gate):
-        forward_kernel[grid](gate, up, y, **sizes)
+        swiglu_forward_kernel[grid](gate, up, y, **sizes)
 
 
 @custom_op(mutates=("product", "dgate", "dup"))
 def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Fill the gradients; `product` enters as the gradient of silu(gate) * up and leaves as that product."""
-    grid, sizes = _launch(product, gate=gate, up=up, dgate=dgate, dup=dup)
+    grid, sizes = _swiglu_launch(product, gate=gate, up=up, dgate=dgate, dup=dup)
     with torch.cuda.device_of(gate):
-        backward_kernel[grid](gate, up, product, dgate, dup, **sizes)
+        swiglu_backward_kernel[grid](gate, up, product, dgate, dup, **sizes)
 
 
-def _launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+def _swiglu_launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """Grid (blocks of columns fastest) and sizes for y [..., D]; the others have separate row strides."""
     size = y.shape[-1]
     columns = min(MAX_COLUMNS, next_power_of_2(size))
-    tile_rows, rows = TILE // columns, y.numel() // size
-    sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": columns, "num_warps": WARPS}
+    tile_rows, rows = SWIGLU_ELEMENTS // columns, y.numel() // size
+    sizes = {"n_rows": rows, "D": size, "BR": tile_rows, "BD": columns, "num_warps": SWIGLU_WARPS}
     strides = {f"S_{name}": row_stride(x) for name, x in others.items()}
     return (ceil_div(rows, tile_rows) * ceil_div(size, columns),), sizes | strides
 
 
 @triton.jit
-def tile(n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def swiglu_tile(n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """Return rows [BR, 1], columns [1, BD] and mask [BR, BD] of this program."""
     ND: tl.constexpr = (D + BD - 1) // BD
     o_r = (tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR)
@@ -109,25 +109,25 @@ def tile(n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def forward_kernel(
+def swiglu_forward_kernel(
     gate, up, y,  # [rows, D], [rows, D], out [rows, D]
     n_rows,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, S_gate: tl.constexpr, S_up: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_d, mask = tile(n_rows, D, BR, BD)
+    o_r, o_d, mask = swiglu_tile(n_rows, D, BR, BD)
     b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + o_r * D + o_d, (b_gate * sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def backward_kernel(
+def swiglu_backward_kernel(
     gate, up, product, dgate, dup,  # [rows, D]; product is read and written, dgate and dup are written
     n_rows,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     S_gate: tl.constexpr, S_up: tl.constexpr, S_dgate: tl.constexpr, S_dup: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_d, mask = tile(n_rows, D, BR, BD)
+    o_r, o_d, mask = swiglu_tile(n_rows, D, BR, BD)
     p_product = product + o_r * D + o_d
     b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)

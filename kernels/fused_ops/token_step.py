@@ -58,7 +58,7 @@ def linear_step(
     if swiglu:
         rows = rows[:1]
     total = x if residual is None else torch.empty_like(x)
-    block_tokens, block_rows, block = tile(x, 1 + swiglu)
+    block_tokens, block_rows, block = step_tile(x, 1 + swiglu)
     overlap = overlaps(x)
     programs, blocks, parts = sum(ceil_div(n, block_rows) for n in rows), ceil_div(size, block), 1
     if in_parts:
@@ -161,7 +161,7 @@ def overlaps(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def tile(x: Tensor, width: int) -> tuple[int, int, int]:
+def step_tile(x: Tensor, width: int) -> tuple[int, int, int]:
     """Return tokens, rows and channels of a program of `linear_step`, which reads `width` weights per row."""
     tokens, _, size = x.shape
     if tokens == 1:  # all of a program's loads at once, and all programs at once

@@ -1,9 +1,11 @@
 """Exports contain the Python files of our models, and load with them where this package is missing."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 
 import fla_train
+from fla_train.hub import remote_code
 from fla_train.hub.export import export_model
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import AUTO_CLASSES, DeltaProductForCausalLM
@@ -100,20 +103,35 @@ def export(tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_files_are_generated_from_the_package(export: Path) -> None:
     """What a Hub's user sees: where each file comes from, and imports of torch and transformers only."""
-    files = sorted(export.glob("*.py"))
-    assert {"models_modeling.py", "kernels_delta_product_triton_chunk_fwd.py"} <= {f.name for f in files}
-    for file in files:
-        first, rest = file.read_text().split("\n", 1)
-        assert f"fla_train {fla_train.__version__}" in first and "Apache-2.0" in first
-        source = Path(find_spec(re.search(r"fla_train\.[\w.]+", first)[0]).origin).read_text().splitlines()
-        changed = [line.strip() for line in rest.splitlines() if line not in source]
-        assert all(line.startswith(("from .", "raise ModuleNotFoundError")) for line in changed), file.name
+    for file in export.glob("*.py"):
+        start, *parts = re.split(r"^# Generated from ", file.read_text(), flags=re.MULTILINE)
+        assert not start and parts
+        for part in parts:
+            first, rest = part.split("\n", 1)
+            assert f"fla_train {fla_train.__version__}" in first and "Apache-2.0" in first
+            source = Path(find_spec(re.match(r"[\w.]+\w", first)[0]).origin).read_text().splitlines()
+            changed = [line.strip() for line in rest.splitlines() if line not in source]
+            assert all(re.match(r"from \.|raise ModuleNotFoundError|pass$", line) for line in changed), first
         assert set(get_imports(file)) <= sys.stdlib_module_names | {"torch", "transformers"}, file.name
+
+
+@pytest.mark.parametrize("module", remote_code.MODULES.values())
+def test_a_name_means_one_thing_in_a_file(module: str):
+    for file, text in remote_code._files(module).items():
+        meanings: dict[str, set] = defaultdict(set)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name in node.names:
+                    meanings[name.asname or name.name].add((getattr(node, "module", None), name.name))
+            elif not isinstance(node, ast.Expr | ast.If | ast.Try):
+                name = getattr(node, "name", None)  # of a function or a class; else something is assigned
+                meanings[name or ast.unparse(getattr(node, "targets", [node])[0])].add(node.lineno)
+        assert {name for name, found in meanings.items() if len(found) > 1} <= {"_"}, file
 
 
 def by_its_own_code(folder: Path) -> PreTrainedModel:
     """As transformers loads it where this package is not imported."""
-    copy = get_class_from_dynamic_module("models_modeling.DeltaProductForCausalLM", folder)
+    copy = get_class_from_dynamic_module("modeling.DeltaProductForCausalLM", folder)
     return copy.from_pretrained(folder)
 
 
@@ -144,4 +162,4 @@ def test_an_export_runs_its_triton_kernels_on_a_gpu(head_dim: int, tmp_path: Pat
     tokens = copy.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
     assert tokens.shape == (2, ids.shape[1] + 8)
     kernels = {module for module in sys.modules if module.startswith("transformers_modules.export")}
-    assert any(name.endswith("triton_chunk_fwd") for name in kernels)
+    assert any(name.endswith(".delta_product") for name in kernels)

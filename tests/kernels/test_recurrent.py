@@ -51,7 +51,7 @@ def test_equals_the_product_of_transition_matrices(num_householder, alpha, initi
 
 @BACKENDS
 def test_value_heads_share_queries_and_keys(backend, monkeypatch):
-    monkeypatch.setattr(chunk_torch, "CHUNK_STEPS", 8)
+    monkeypatch.setattr(chunk_torch, "MAX_CHUNK_STEPS", 8)
     inputs = random_inputs(9, 2, heads=4, alpha=(0.3, 1.0), initial_state=True)
     inputs |= {name: inputs[name][..., ::2, :] for name in "qk"}  # value heads 0, 1 and 2, 3
     o, state = delta_product(**inputs, scale=0.7, output_final_state=True, backend=backend)
@@ -90,7 +90,7 @@ def test_one_householder_step_equals_that_of_transformers(backend, qk_l2norm):
 
 @pytest.mark.parametrize(("backend", "documents"), [("recurrent", None), ("chunk", (0, 0, 1, 5))])
 def test_gradients_are_numerically_right(backend, documents, monkeypatch):
-    monkeypatch.setattr(chunk_torch, "CHUNK_STEPS", 4)  # several chunks, of two tokens each
+    monkeypatch.setattr(chunk_torch, "MAX_CHUNK_STEPS", 4)  # several chunks, of two tokens each
     gates = {"alpha": (0.3, 0.9), "beta": (0.1, 1.9)}
     inputs = random_inputs(5, 2, key_dim=3, value_dim=2, initial_state=True, documents=documents, **gates)
     leaves = differentiable(inputs)

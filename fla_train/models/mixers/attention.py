@@ -7,7 +7,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from fla_train.kernels.context_parallel import gather_earlier
-from fla_train.kernels.fused_ops import attention_step, resolve_backend, rotary
+from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.flash_decoding import attention_step
+from fla_train.kernels.fused_ops.rotary import rotary
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.layers import RMSNorm, project

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from fla_train.kernels.context_parallel import context_parallel_delta_product, receive_inputs, send_inputs
 from fla_train.kernels.delta_product.interface import delta_product, delta_product_step
-from fla_train.kernels.fused_ops import recurrence_gates
+from fla_train.kernels.fused_ops.gates import recurrence_gates
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
 from fla_train.models.layer_sizes import training_flops

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
-from fla_train.kernels.fused_ops import selective_scan
+from fla_train.kernels.fused_ops.selective_scan import selective_scan
 from fla_train.models.layers import RMSNorm, draw_time_steps
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 

@@ -37,7 +37,7 @@ from fla_train.kernels.optional_triton import tl, triton
 LOG2E = tl.constexpr(1.4426950408889634)
 # Floor of one token's log2 decay: 2^-50 forgets more than fp32 resolves, and g - g' never becomes inf - inf.
 MIN_LOG2_DECAY = tl.constexpr(-50.0)
-MIN_LOG_DECAY = tl.constexpr(MIN_LOG2_DECAY.value / LOG2E.value)
+MIN_LOG_DECAY = tl.constexpr(-34.657359027997266)  # the same for natural logarithms
 
 
 @triton.jit
