@@ -55,8 +55,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], bool]] = {
     "several micro-batches a step": lambda c: c.num_accumulated > 1,
     "trainer.activation_checkpointing=selective": lambda c: c.trainer.activation_checkpointing == SELECTIVE,
     "trainer.callbacks with after_loss": lambda c: any(
-        type(callback).after_loss is not Callback.after_loss
-        for callback in make_callbacks(c.trainer.callbacks)
+        type(x).after_loss is not Callback.after_loss for x in make_callbacks(c.trainer.callbacks)
     ),
     "trainer.cuda_graph=true": lambda c: c.trainer.cuda_graph,
     "trainer.initial_state other than zero": lambda c: c.trainer.initial_state != "zero",

@@ -3,7 +3,9 @@
 The comments in the YAML files state units and defaults. To add a key, add one field in this module, whose
 `key(...)` names its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or
 a wrong type fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
-Importing this module imports neither torch nor transformers, because `--help` needs it.
+The sections `data`, `task` and `hub` are defined where they are used. The keys of `trainer` form one section,
+so those of features stand here. Importing this module imports neither torch nor transformers, because
+`--help` needs it.
 """
 
 import math
@@ -21,7 +23,7 @@ from fla_train.data.config import DataConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.tasks.settings import TaskConfig
 from fla_train.training.callback import make_callbacks
-from fla_train.utils.hub_names import is_hub_name
+from fla_train.training.features.pushes import HubConfig
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key, rule
 
@@ -199,23 +201,6 @@ class WandbConfig:
 class LoggerConfig:
     wandb: WandbConfig = key(factory=WandbConfig, from_folder=())
     tensorboard: bool = MISSING
-
-
-@dataclass
-class HubConfig:
-    repo_id: str | None = None
-    push_every: int = key(0, at_least=0)
-    private: bool = True
-    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
-    license: str | None = None
-    language: str | None = None
-    timeout: float = key(600.0, at_least=0)
-
-    def check(self) -> Iterator[str]:
-        if self.repo_id is not None and not is_hub_name(self.repo_id):
-            yield f"repo_id={self.repo_id} is not a name of the form user/model"
-        if self.repo_id is None and self.push_every:
-            yield "repo_id must be set with hub.push_every: the model's name on the Hub, user/model"
 
 
 @dataclass

@@ -165,6 +165,7 @@ def train_step(
         stop: whether this rank was asked to stop. All ranks learn it together.
         features: their hooks within the step are called in this order.
     """
+    # Set the learning rate.
     zero = engine.optimizer
     for group in zero.param_groups:
         group["lr"] = learning_rate

@@ -25,7 +25,6 @@ from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.context_parallel import RankMesh
 from fla_train.training.features.evaluation import TaskEvaluation, TextEvaluation
 from fla_train.training.features.exports import Exports
-from fla_train.training.features.initial_states import InitialStates
 from fla_train.training.features.profile import Profile
 from fla_train.training.features.pushes import Pushes
 from fla_train.training.features.statistics import Statistics
@@ -249,7 +248,7 @@ class Trainer:
         if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
             self.watchdog.beat("compiling the kernels of the first step")
             # Custom callbacks may count the calls of `model_inputs`, so only this package's are called.
-            inputs = [feature for feature in self.features if isinstance(feature, InitialStates)]
+            inputs = [x for x in self.features if type(x).__module__.startswith("fla_train.")]
             precompile_step(self.engine, batch, cores_of_rank(), inputs)
             self.timeline.mark("kernels")
 

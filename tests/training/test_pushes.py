@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fla_train.training.config import HubConfig
 from fla_train.training.features import pushes as module
-from fla_train.training.features.pushes import Pushes
+from fla_train.training.features.pushes import HubConfig, Pushes
 from fla_train.training.run_folder import RunFolder
 from tests.fake_hub import TOKEN, running_hub
 

@@ -8,20 +8,43 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fla_train.training.callback import Callback
-from fla_train.training.config import TrainConfig
-from fla_train.training.run_folder import RunFolder
+from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.keys import key
 from fla_train.utils.overrides import assign
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import drop_records_after, read_metrics
+
+if TYPE_CHECKING:
+    from fla_train.training.config import TrainConfig
+    from fla_train.training.run_folder import RunFolder
 
 NICENESS = 10  # of the process, so that ranks and data workers run first
 WRONG_REQUEST = 2  # exit status of a push that would fail again, for example of a damaged export
 # The process never uses the GPU, and its log contains no progress bars.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@dataclass
+class HubConfig:
+    repo_id: str | None = None
+    push_every: int = key(0, at_least=0)
+    private: bool = True
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    license: str | None = None
+    language: str | None = None
+    timeout: float = key(600.0, at_least=0)
+
+    def check(self) -> Iterator[str]:
+        if self.repo_id is not None and not is_hub_name(self.repo_id):
+            yield f"repo_id={self.repo_id} is not a name of the form user/model"
+        if self.repo_id is None and self.push_every:
+            yield "repo_id must be set with hub.push_every: the model's name on the Hub, user/model"
 
 
 class Pushes(Callback):
@@ -37,7 +60,7 @@ class Pushes(Callback):
         log: writes one line for the user.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, log: Callable[[str], None]) -> None:
+    def __init__(self, config: "TrainConfig", folder: "RunFolder", log: Callable[[str], None]) -> None:
         self._config, self._mixer = config.hub, config.model.get("mixer")
         self._folder, self._log = folder, log
         self._record, self._output = folder.root / "pushes.jsonl", folder.root / "logs/push.log"
