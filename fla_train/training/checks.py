@@ -184,9 +184,9 @@ def _batch_errors(config: TrainConfig) -> Iterator[str]:
     if batch % unit:
         below = batch // unit * unit
         yield (
-            f"{name}={batch} is not a multiple of {unit}, which micro_batch_size {trainer.micro_batch_size} on "
-            f"{config.launch.describe()} needs: use {f'{below} or ' if below else ''}{below + unit}, or another "
-            "trainer.micro_batch_size"
+            f"{name}={batch} is not a multiple of {unit}, which micro_batch_size {trainer.micro_batch_size} "
+            f"on {config.launch.describe()} needs: use {f'{below} or ' if below else ''}{below + unit}, or "
+            "another trainer.micro_batch_size"
         )
     if task is not None and task.test_sequences < config.launch.num_processes:
         yield f"task.test_sequences={task.test_sequences} leaves processes without a sequence"
