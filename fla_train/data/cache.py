@@ -20,16 +20,10 @@ from fla_train.data.shards import FORMAT, MANIFEST, check_files, read_manifest
 from fla_train.data.sources import Source, open_source
 from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
 from fla_train.utils.filesystem import reason
+from fla_train.utils.keys import rule
 from fla_train.utils.safe_files import read_json
 
 BEGUN = "begun.json"  # in the folder of an unfinished preparation: the source and its commit
-# Settings that no manifest records, since they change neither the tokens nor where to read them.
-_UNRECORDED = (
-    *("cache_dir", "num_workers", "document_boundaries", "contiguous", "mixture", "subset_tokens"),
-    *("stream", "stream_head_documents", "max_line_bytes", "shard_bytes"),
-)
-# Settings that determine the tokens, with the source and the tokenizer.
-_SETTINGS = ("validation_fraction", "max_documents", "max_tokens", "append_eos")
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
         name, key = config.tokenizer.name, "data.tokenizer.eos_token"
         raise ValueError(f"{name} has no EOS token: set {key}, or data.append_eos=false")
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
-    settings = {key: getattr(config, key) for key in _SETTINGS}
+    settings = {k: v for k, v in vars(config).items() if rule(DataConfig, "prepared", k) == "fingerprint"}
     name = digest(source.description, identity, settings)
     asked = digest(recorded(config), identity, config.shard_bytes)
     cache = cache_folder(config)
@@ -153,7 +147,7 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
 
 def recorded(config: DataConfig) -> dict[str, Any]:
     """Return the settings that a manifest records."""
-    return {key: value for key, value in asdict(config).items() if key not in _UNRECORDED}
+    return {k: v for k, v in asdict(config).items() if rule(DataConfig, "prepared", k) != "nothing"}
 
 
 def find_prepared(config: DataConfig) -> PreparedData | None:

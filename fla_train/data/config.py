@@ -40,8 +40,8 @@ class SourceConfig:
     revision: str | None = None
     split: str = "train"
     text_column: str = "text"
-    max_documents: int | None = key(None, at_least=1)
-    max_tokens: int | None = key(None, at_least=1)
+    max_documents: int | None = key(None, at_least=1, prepared="fingerprint")
+    max_tokens: int | None = key(None, at_least=1, prepared="fingerprint")
 
     def check(self) -> Iterator[str]:
         on_hub = self.source == "hub"
@@ -72,18 +72,18 @@ class DataConfig(SourceConfig):
     """The text to read, how it is split and tokenized, and where the result is kept."""
 
     source: str = key("stdlib", choices=(*SOURCES, "mixture"))
-    validation_fraction: float = key(0.01, at_least=0, below=1)
-    append_eos: bool = True
-    max_line_bytes: int = key(16_000_000, at_least=1)
-    shard_bytes: int = key(32_000_000, at_least=1)
-    cache_dir: str | None = key(None, resume="free", private=True)
-    num_workers: int | None = key(None, at_least=0, resume="free")
-    document_boundaries: bool = key(False, resume="fixed")
-    contiguous: bool = key(False, resume="fixed")
-    stream: bool = False
-    stream_head_documents: int = key(20_000, at_least=1)
-    subset_tokens: dict[str, int] = field(default_factory=dict)
-    mixture: dict[str, PartConfig] = field(default_factory=dict)
+    validation_fraction: float = key(0.01, at_least=0, below=1, prepared="fingerprint")
+    append_eos: bool = key(True, prepared="fingerprint")
+    max_line_bytes: int = key(16_000_000, at_least=1, prepared="nothing")
+    shard_bytes: int = key(32_000_000, at_least=1, prepared="nothing")
+    cache_dir: str | None = key(None, resume="free", private=True, prepared="nothing")
+    num_workers: int | None = key(None, at_least=0, resume="free", prepared="nothing")
+    document_boundaries: bool = key(False, resume="fixed", prepared="nothing")
+    contiguous: bool = key(False, resume="fixed", prepared="nothing")
+    stream: bool = key(False, prepared="nothing")
+    stream_head_documents: int = key(20_000, at_least=1, prepared="nothing")
+    subset_tokens: dict[str, int] = key(factory=dict, prepared="nothing")
+    mixture: dict[str, PartConfig] = key(factory=dict, prepared="nothing")
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     def check(self) -> Iterator[str]:

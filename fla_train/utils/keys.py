@@ -23,7 +23,7 @@ from omegaconf import MISSING
 
 AUTO = "auto"
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-RULES = {*LIMITS, "choices", "classes", "keys", "private", "resume"}
+RULES = {*LIMITS, "choices", "classes", "keys", "prepared", "private", "resume"}
 RULES |= {"from_folder", "from_task", "from_weights"}
 
 
@@ -40,6 +40,8 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
       change. None: it logs the change. "data": it raises an error if the change leads to other tokens.
     - `from_folder`: the values that a command takes from the config in `run.dir`; None: all.
     - `from_task`, `from_weights`: whether the task or `init_from` sets the key.
+    - `prepared`: what prepared data keep of the key. "fingerprint": it determines the tokens, and so the
+      folder. None: the manifest records it. "nothing": the tokens of a corpus do not depend on it.
     - `private`: whether the model card leaves the key out.
 
     Args:
