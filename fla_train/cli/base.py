@@ -21,8 +21,7 @@ from omegaconf import OmegaConf
 from fla_train.cli.app import compose
 from fla_train.cli.overrides import GROUPS, repository
 from fla_train.hub.saved_config import escaped, kept_tokenizer
-from fla_train.training.config import TrainConfig, load_config
-from fla_train.utils.import_class import named_classes
+from fla_train.training.config import TrainConfig, load_config, named_classes
 from fla_train.utils.keys import rule
 from fla_train.utils.overrides import assign, parse_all, take
 

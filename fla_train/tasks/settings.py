@@ -17,7 +17,7 @@ class TaskConfig:
     `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
     """
 
-    kind: str = key(resume="fixed")
+    kind: str = key(classes=True, resume="fixed")
     options: dict[str, Any] = key(factory=dict, resume="fixed")
     train: dict[str, Any] = key(factory=dict, resume="fixed")
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ so those of features stand here. Importing this module imports neither torch nor
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from fla_train.training.callback import make_callbacks
 from fla_train.training.features.pushes import HubConfig
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key, rule
+from fla_train.utils.overrides import flat
 
 # Fraction of the run for warm-up, and its maximum in steps.
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512
@@ -138,7 +139,7 @@ class TrainerConfig:
     initial_state: str = key("zero", choices=("zero", "passing", "noise"))
     zero_state_share: float = key(0.1, at_least=0, at_most=1)
     state_noise: float | str = "fitted"
-    callbacks: list[Any] = field(default_factory=list)
+    callbacks: list[Any] = key(factory=list, classes=True)
     max_tokens: int | None = key(None, at_least=1)
     epochs: float | None = key(None, above=0)
 
@@ -219,6 +220,7 @@ class TrainConfig:
         keys={
             "resume": {"backend": "free", "recompute_operator": "free"},
             "from_task": {"vocab_size": True},
+            "classes": {"mixer": True},
         },
     )
     data: DataConfig = key(factory=DataConfig, resume="data")
@@ -331,3 +333,9 @@ def load_config(path: Path) -> TrainConfig:
         return to_config(read_saved(path))
     except (OSError, AttributeError, KeyError, TypeError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is not a config of this version: {' '.join(str(error).split())}") from error
+
+
+def named_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a training config, as plain data, that name classes outside this package."""
+    classes = ((key, value) for key, value in flat(config) if rule(TrainConfig, "classes", key))
+    return {key: value for key, value in classes if ":" in str(value)}

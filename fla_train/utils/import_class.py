@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -44,14 +43,3 @@ def import_object(path: str) -> Any:
     if target is None:
         raise ValueError(f"{path}: {module} has no {name}")
     return target
-
-
-def named_classes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a training config, as plain data, that name classes outside this package."""
-    keys = ("model.mixer", "trainer.callbacks", "task.kind", "optimizer.name", "schedule.name")
-    values = {}
-    for key in keys:
-        section, _, name = key.partition(".")
-        values[key] = (config.get(section) or {}).get(name)
-    # Without a colon the last three name classes of this package.
-    return {key: value for key, value in values.items() if value and (key in keys[:2] or ":" in value)}

@@ -31,8 +31,8 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
     """Declare a field of a config with its rules.
 
     Limits (`at_least`, `at_most`, `above`, `below`) hold for a number, or for each number in a list. Null
-    and, if the type allows text, "auto" are exempt. `choices` are the allowed values; `classes=True` also
-    allows an import path, `package.module:NAME`.
+    and, if the type allows text, "auto" are exempt. `choices` are the allowed values. With
+    `classes=True` the value, or an entry of the list, may be an import path, `package.module:NAME`.
 
     The other rules of a section hold for its keys too, unless they have their own:
 

@@ -23,11 +23,11 @@ from fla_train.tasks.score import Score
 from fla_train.tasks.task import Task
 from fla_train.training.callback import Callback
 from fla_train.training.checkpoint import folder_name
+from fla_train.training.config import named_classes
 from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.resume import has_reached
 from fla_train.training.run_data import to_batch
 from fla_train.utils.filesystem import reason, write_whole
-from fla_train.utils.import_class import named_classes
 from fla_train.utils.overrides import assign
 from fla_train.utils.records import Record
 from fla_train.utils.timeline import Timeline
