@@ -152,9 +152,10 @@ def labelled_lines(
     size: tuple[float, float],
     form: str,
     trained: int | None = None,
+    gap: float = 1.12,
     **axes: Any,
 ) -> None:
-    """Draw numbers against lengths, with the model and its last number at the end of each line.
+    """Draw numbers against lengths or sizes, with the model and its last number at the end of each line.
 
     Args:
         name: of the figure.
@@ -162,6 +163,7 @@ def labelled_lines(
         size: inches.
         form: format of a number.
         trained: training length, marked by a line.
+        gap: smallest ratio of the heights of two labels, which must not overlap.
         axes: properties of the axes.
     """
     with figure(name, size) as (panel,):
@@ -169,7 +171,7 @@ def labelled_lines(
         for label, points in sorted(curves.items(), key=lambda item: item[1][-1][1]):
             x, y = zip(*points, strict=True)
             panel.plot(x, y, marker="o", markersize=3, **look(label))
-            height = max(y[-1], 1.12 * height)  # labels must not overlap
+            height = max(y[-1], gap * height)
             text, offset = f"{label}: {y[-1]:{form}}", {"xytext": (6, 0), "textcoords": "offset points"}
             panel.annotate(text, (x[-1], height), va="center", color=family_color(label), **offset)
         length_axis(panel, x)
@@ -223,6 +225,17 @@ def perplexity(name: str) -> None:
     }
     axes = {"yscale": "log", "yticks": [40, 60, 100, 200, 400], "ylabel": "perplexity"}
     labelled_lines(name, curves, (5.9, 3.6), ".0f", 2048, xlabel="context length (tokens)", **axes)
+
+
+def loss_by_size(name: str) -> None:
+    """Draw the validation loss against the number of parameters, of models trained at all three sizes."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for run in read("loss-by-size.json")["runs"]:
+        size = 5 * round(run["parameters"] / 5e6)
+        curves.setdefault(run["model"], []).append((size, run["validation_loss"]))
+    curves = {model: points for model, points in curves.items() if len(points) == 3}
+    axes = {"xlabel": "parameters (millions)", "ylabel": "validation loss (nats)"}
+    labelled_lines(name, curves, (6.2, 3.4), ".3f", gap=1.035, **axes)
 
 
 def decoding(name: str) -> None:
@@ -308,6 +321,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     "length-extrapolation": length_extrapolation,
     "starting-states": starting_states,
     "perplexity-50m": perplexity,
+    "loss-by-size": loss_by_size,
     "decoding": decoding,
     "operator": operator,
     "training": training,
