@@ -50,7 +50,6 @@ usage: fla-{name} [KEY=VALUE | GROUP=OPTION]... [FLAG]...
 
 docs/configuration.md explains every key, docs/cli.md the exit status.
 """
-DEFAULTS = dict.fromkeys(("train", "prepare"), GROUPS)
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
@@ -93,7 +92,7 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
 def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None) -> str:
     """Return usage, the options of every group, and the config that the overrides give."""
     repo, config = repository(config_dir), compose(config_name, overrides, config_dir=config_dir)
-    chosen = {*DEFAULTS.get(config_name, ()), *config} - {"scales"}
+    chosen = {*config, *GROUPS} - {"scales"} if "scales" in config else {*config}
     groups = [name for name in repo.get_group_options("", ObjectType.GROUP) if name in chosen]
     lines = [USAGE.format(name=config_name), "Groups"]
     for group in groups:

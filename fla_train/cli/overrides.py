@@ -193,7 +193,7 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
         return None
     if is_dataclass(schema) and name in {field.name for field in fields(schema)}:
         return None
-    if key in ("experiment", "recipe", "debug"):
+    if key in GROUPS:
         return "the first line of its file must be `# @package _global_`"
     if isinstance(node, DictConfig) and schema is dict and (name in node or parent not in ("", "model")):
         return None

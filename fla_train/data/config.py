@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.keys import key
 
 SOURCES = ("stdlib", "local", "hub")
-# The sources that read each of these keys
-READERS = {"path": ("local", "hub"), "name": ("hub",), "revision": ("hub",), "split": ("hub",)}
 BPE_SPECIAL = 259  # 256 bytes and 3 special tokens
 
 
@@ -35,10 +33,10 @@ class SourceConfig:
     """Where text comes from, and how much of it to read."""
 
     source: str = key("local", choices=SOURCES)
-    path: str | None = None
-    name: str | None = None
-    revision: str | None = None
-    split: str = "train"
+    path: str | None = key(None, sources=("local", "hub"))
+    name: str | None = key(None, sources=("hub",))
+    revision: str | None = key(None, sources=("hub",))
+    split: str = key("train", sources=("hub",))
     text_column: str = "text"
     max_documents: int | None = key(None, at_least=1, prepared="fingerprint")
     max_tokens: int | None = key(None, at_least=1, prepared="fingerprint")
@@ -49,9 +47,9 @@ class SourceConfig:
             yield f"path must be set for source={self.source}"
         elif on_hub and not is_hub_name(self.path) and not Path(self.path).expanduser().is_dir():
             yield f"path={self.path} is neither a dataset on the Hub (user/name) nor a local folder"
-        for name, sources in READERS.items():
-            value = getattr(self, name)
-            if self.source not in sources and value != getattr(SourceConfig, name):
+        for entry in fields(SourceConfig):
+            name, value, sources = entry.name, getattr(self, entry.name), entry.metadata.get("sources")
+            if sources and self.source not in sources and value != entry.default:
                 yield f"{name}={value} is only read with source={' or '.join(sources)}, not {self.source}"
 
 

@@ -23,7 +23,7 @@ from omegaconf import MISSING
 
 AUTO = "auto"
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-RULES = {*LIMITS, "choices", "classes", "keys", "prepared", "private", "resume"}
+RULES = {*LIMITS, "choices", "classes", "keys", "prepared", "private", "resume", "sources"}
 RULES |= {"from_folder", "from_task", "from_weights"}
 
 
@@ -43,6 +43,7 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
     - `prepared`: what prepared data keep of the key. "fingerprint": it determines the tokens, and so the
       folder. None: the manifest records it. "nothing": the tokens of a corpus do not depend on it.
     - `private`: whether the model card leaves the key out.
+    - `sources`: the values of `data.source` with which the key is read; None: all.
 
     Args:
         factory: creates the default of a section, a list or a mapping.
