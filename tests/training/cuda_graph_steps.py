@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_steps import GLOBAL_BATCH, checksum, make_batch, make_model
+from engine_steps import GLOBAL_BATCH, attached_features, checksum, make_batch, make_model
 from torch import Tensor
 
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.activation_checkpointing import checkpoint_activations
+from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
@@ -41,19 +42,20 @@ class Rehearsal(CudaGraph):
 
 def rehearse(config: TrainConfig) -> list[int]:
     """Compare on a CPU, from zero states and from passed ones; return the numbers of recordings."""
-    engine = _engine(config)
+    engine, features = _engine(config)
     recordings = []
     for kind in ("zero", "passing"):
         cuda_graph = Rehearsal(engine.module, bf16=False)
-        compare(engine, cuda_graph, kind)
+        compare(engine, features, cuda_graph, kind)
         recordings.append(cuda_graph.recordings)
     return recordings
 
 
-def compare(engine, cuda_graph: CudaGraph, kind: str) -> None:
+def compare(engine, common: list[Callback], cuda_graph: CudaGraph, kind: str) -> None:
     """Compare steps of the engine alone with those of `cuda_graph`; the engine runs the sixth in both.
 
     Args:
+        common: further features of both.
         kind: with "passing" sequences start from the final states of the step before.
     """
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -65,28 +67,29 @@ def compare(engine, cuda_graph: CudaGraph, kind: str) -> None:
         outcomes = []
         for step, length in enumerate(LENGTHS):
             batch = tuple(part[:, :length].to(engine.device) for part in make_batch(step))
-            features = [] if own is None or step == 5 else [own]  # 5: as with statistics
+            features = common + ([] if own is None or step == 5 else [own])  # 5: as with statistics
             if states is not None:
                 states.before_step(step + 1, [Batch(*batch)])
                 features.insert(0, states)
-            outcome = train_step(engine, [batch], 1e-2, bad_steps, features=features)
-            outcomes.append(outcome.read())
+            outcomes.append(train_step(engine, [batch], 1e-2, bad_steps, features=features).read())
         runs.append((outcomes, checksum(engine.module)))
     assert runs[0] == runs[1], runs
     assert len({outcome.loss for outcome in runs[0][0]}) == len(LENGTHS)
 
 
-def _engine(config: TrainConfig):
+def _engine(config: TrainConfig) -> tuple[Any, list[Callback]]:
+    """Return the engine, and the features of the config: Float8, if any."""
     model = make_model(config)
     checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=False)
-    return build_engine(model, resolve(config).config)
+    config = resolve(config).config
+    engine = build_engine(model, config)
+    return engine, attached_features(engine, config)
 
 
 def _passing(engine) -> InitialStates:
     trainer = SimpleNamespace(state_noise="fitted", zero_state_share=0.25)
     config = SimpleNamespace(initial_states="passing", seed=0, trainer=trainer)
-    states = InitialStates()
-    batches = BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH)
+    states, batches = InitialStates(), BatchSampler(GLOBAL_BATCH, GLOBAL_BATCH)
     states.attach(SimpleNamespace(config=config, batches=batches, engine=engine))
     return states
 
@@ -101,9 +104,9 @@ def _rewind(engine, start: dict[str, Tensor]) -> None:
 
 def main() -> None:
     config = load_config(Path(sys.argv[1]))
-    engine = _engine(config)
+    engine, features = _engine(config)
     for kind in ("zero", "passing"):
-        compare(engine, CudaGraph(engine.module, bf16=config.trainer.autocasts), kind)
+        compare(engine, features, CudaGraph(engine.module, bf16=config.trainer.autocasts), kind)
     print("equal")
     dist.destroy_process_group()
 

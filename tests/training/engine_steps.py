@@ -18,6 +18,7 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models import build_config
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.training.callback import Callback
 from fla_train.training.checks import features_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step
@@ -32,6 +33,13 @@ LEARNING_RATE = 1e-2
 def make_model(config: TrainConfig) -> DeltaProductForCausalLM:
     torch.manual_seed(1)
     return DeltaProductForCausalLM(build_config(config.model)).float()
+
+
+def attached_features(engine: DeepSpeedEngine, config: TrainConfig) -> list[Callback]:
+    features = features_of(config)
+    for feature in features:
+        feature.attach(SimpleNamespace(model=engine.module))
+    return features
 
 
 def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,9 +118,7 @@ def run(config: TrainConfig) -> dict:
     plan = resolve(replace(config, trainer=replace(config.trainer, precision="auto")))
     plan.config.trainer.precision = precision if precision != "auto" else plan.config.trainer.precision
     engine = build_engine(make_model(config), plan.config)
-    features = features_of(plan.config)
-    for feature in features:
-        feature.attach(SimpleNamespace(model=engine.module))
+    features = attached_features(engine, plan.config)
     rank, world = dist.get_rank(), dist.get_world_size()
     sampler = BatchSampler(GLOBAL_BATCH, config.trainer.micro_batch_size, rank, world)
 

@@ -151,9 +151,7 @@ class OneRank:
 class TestOneRank:
     """`InitialStates` alone, fed with final states of a known kind."""
 
-    def made(
-        self, kind: str, noise: float | None = None, share: float = 0.0, micro_batch: int = 2
-    ) -> InitialStates:
+    def made(self, kind: str, noise: float | None = None, share: float = 0.0, micro_batch: int = 2):
         model = DeltaProductForCausalLM(small_config("gated_delta_product", backend="chunk"))
         trainer = SimpleNamespace(state_noise=noise or "fitted", zero_state_share=share)
         states, config = InitialStates(), SimpleNamespace(initial_states=kind, seed=5, trainer=trainer)
@@ -256,5 +254,4 @@ def test_a_mixer_of_ones_own_needs_states(make_config: Make, tmp_path: Path, mon
         resolve(make_config(*common, "model.mixer=stateless_mixers:Mean"))
     resolve(make_config(*common, "model.mixer=stateless_mixers:Sum"))
     with pytest.raises(ValueError, match=r"data\.document_boundaries"):
-        more = ["model.mixer=stateless_mixers:Sum", "data.document_boundaries=true"]
-        resolve(make_config(*common, *more))
+        resolve(make_config(*common, "model.mixer=stateless_mixers:Sum", "data.document_boundaries=true"))
