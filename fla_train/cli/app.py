@@ -93,13 +93,11 @@ def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None
     """Return usage, the options of every group, and the config that the overrides give."""
     repo, config = repository(config_dir), compose(config_name, overrides, config_dir=config_dir)
     chosen = {*config, *GROUPS} - {"scales"} if "scales" in config else {*config}
-    groups = [name for name in repo.get_group_options("", ObjectType.GROUP) if name in chosen]
-    lines = [USAGE.format(name=config_name), "Groups"]
-    for group in groups:
-        lines.append(
-            textwrap.fill(f"  {group}={' '.join(options(repo, group))}", 110, subsequent_indent="    ")
-        )
-    return "\n".join([*lines, "\nConfig\n", OmegaConf.to_yaml(config)])
+    groups = sorted(chosen.intersection(repo.get_group_options("", ObjectType.GROUP)))
+    wrap = textwrap.TextWrapper(110, subsequent_indent="    ").fill
+    lines = [wrap(f"  {group}={' '.join(options(repo, group))}") for group in groups]
+    usage = USAGE.format(name=config_name)
+    return "\n".join([usage, "Groups", *lines, "\nConfig\n", OmegaConf.to_yaml(config)])
 
 
 @contextmanager
@@ -155,7 +153,7 @@ def fail_by(error: Exception) -> int:
 def plain_errors() -> Iterator[None]:
     """End with a line instead of a traceback on a `ValueError`, `OSError` or Ctrl-C, also while modules load.
 
-    With `FLA_TRAIN_TRACEBACK=1`, errors are raised.
+    A `KeyboardInterrupt` may have advice as its argument. With `FLA_TRAIN_TRACEBACK=1`, errors are raised.
     """
     try:
         yield
@@ -167,9 +165,8 @@ def plain_errors() -> Iterator[None]:
         leave(fail_by(error))
     except MemoryError:
         leave(fail("out of host memory: give the job more of it", 1))
-    except KeyboardInterrupt:
-        fail("interrupted")
-        leave(INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        leave(fail("; ".join(("interrupted", *stop.args)), INTERRUPTED))
 
 
 def flag_parser() -> ArgumentParser:

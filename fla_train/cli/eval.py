@@ -47,12 +47,10 @@ def task(config: DictConfig) -> int:
                 return 2
             raise
         except KeyboardInterrupt as stop:
-            if not ranks.rank:
-                kept = [
-                    f"finished sets and tasks are kept: add output={folder} to go on" for folder in stop.args
-                ]
-                fail("; ".join(["interrupted", *kept]))
-            sys.exit(INTERRUPTED)
+            if ranks.rank:
+                return INTERRUPTED
+            kept = (f"finished sets and tasks are kept: add output={folder} to go on" for folder in stop.args)
+            raise KeyboardInterrupt(*kept) from None
         except OtherRankFailed as failure:
             return 1 if ranks.rank else fail(f"the evaluation stopped: {failure}", code=1)
     if ranks.rank:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from fla_train.cli.app import INTERRUPTED, fail, run_hydra
+from fla_train.cli.app import run_hydra
 from fla_train.cli.base import with_base
 from fla_train.training import config
 from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
@@ -49,8 +49,7 @@ def task(node: DictConfig) -> int:
         print(stop)
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
-        fail("interrupted; the same command resumes from here")
-        sys.exit(INTERRUPTED)
+        raise KeyboardInterrupt("the same command resumes from here") from None
     for line in prepared.describe():
         print(f"data: {line}")
     checked = "every prepared shard is as written, " if node.verify else ""

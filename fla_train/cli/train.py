@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from fla_train.cli.app import INTERRUPTED, fail, flag_parser, leave, run_hydra
+from fla_train.cli.app import fail, flag_parser, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.utils.import_ahead import import_ahead
@@ -90,8 +90,8 @@ def train(node: DictConfig) -> int:
         log(str(stop))
         leave(EXIT_CODE)
     except KeyboardInterrupt:
-        fail("interrupted; the same command with this run.dir resumes from the last checkpoint")
-        leave(INTERRUPTED)
+        advice = "the same command with this run.dir resumes from the last checkpoint"
+        raise KeyboardInterrupt(advice) from None
     if output:
         losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
         found = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]
