@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,9 @@ class FakeHub(ThreadingHTTPServer):
 
     Attributes:
         faults: pattern of "METHOD path" -> status, for the next request that matches.
+        cut: name of a file; each answer with its content ends in the middle.
+        was_cut: is released for each of these answers.
+        sent: names of the files whose content was sent.
     """
 
     daemon_threads = True
@@ -52,6 +56,7 @@ class FakeHub(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.lfs: dict[str, bytes] = {}
         self.faults: dict[str, int] = {}
+        self.cut, self.was_cut, self.sent = "", threading.Semaphore(0), []
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return what a process needs to reach this Hub and nothing else."""
@@ -171,7 +176,8 @@ class Handler(BaseHTTPRequestHandler):
     def _info(self, body: bytes, repo: str, revision: str = "main") -> None:
         known = self.server.repos[repo]
         siblings = [{"rfilename": name} for name in known.files(revision)]
-        self._reply({"id": repo, "sha": f"{known.number(revision):040x}", "siblings": siblings, "tags": []})
+        about = {"id": repo, "private": known.private, "gated": False, "tags": []}
+        self._reply({**about, "sha": f"{known.number(revision):040x}", "siblings": siblings})
 
     def _resolve(self, body: bytes, repo: str, revision: str, name: str) -> None:
         known = self.server.repos[repo]
@@ -179,12 +185,20 @@ class Handler(BaseHTTPRequestHandler):
         if name not in files:
             return self._error("EntryNotFound")
         headers = {"ETag": f'"{_oid(files, name)}"', "X-Repo-Commit": f"{known.number(revision):040x}"}
-        self._reply(files[name], headers=headers)
+        status, first, last = 200, 0, len(files[name]) - 1
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            status, first, last = 206, int(asked[1]), min(int(asked[2] or last), last)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(files[name])}"
+        if self.command == "GET":
+            self.server.sent.append(name)
+        self._reply(files[name][first : last + 1], status, headers, cut=name == self.server.cut)
 
     def _error(self, code: str) -> None:
         self._reply({"error": code}, 404, {"X-Error-Code": code})
 
-    def _reply(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _reply(
+        self, content: Any, status: int = 200, headers: dict[str, str] | None = None, cut: bool = False
+    ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         media = "application/octet-stream" if isinstance(content, bytes) else "application/json"
@@ -192,8 +206,14 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in all_headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            self.server.was_cut.release()
 
     def log_message(self, *args: object) -> None:
         pass
@@ -210,10 +230,10 @@ ROUTES = {
     rf"POST /api/models/{REPO}/branch/(?P<name>.+)": Handler._branch,
     rf"POST /api/models/{REPO}/tag/{REVISION}": Handler._tag,
     rf"DELETE /api/models/{REPO}/tag/(?P<tag>.+)": Handler._delete_tag,
-    rf"GET /api/models/{REPO}/tree/{REVISION}": Handler._tree,
-    rf"GET /api/models/{REPO}/revision/{REVISION}": Handler._info,
-    rf"GET /api/models/{REPO}": Handler._info,
-    rf"(GET|HEAD) /{REPO}/resolve/{REVISION}/(?P<name>.+)": Handler._resolve,
+    rf"GET /api/(models|datasets)/{REPO}/tree/{REVISION}": Handler._tree,
+    rf"GET /api/(models|datasets)/{REPO}/revision/{REVISION}": Handler._info,
+    rf"GET /api/(models|datasets)/{REPO}": Handler._info,
+    rf"(GET|HEAD) (/datasets)?/{REPO}/resolve/{REVISION}/(?P<name>.+)": Handler._resolve,
 }
 
 

@@ -157,10 +157,9 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
         ValueError: as `cache_paths`.
     """
     folder = prepared_folder(config)
-    if folder is None or not (folder / MANIFEST).exists():
-        return None
-    parts = part_configs(config).values()
-    return open_prepared(folder) if all(find_prepared(part) for part in parts) else None
+    ready = folder is not None and (folder / MANIFEST).exists()
+    ready = ready and all(map(find_prepared, part_configs(config).values()))
+    return open_prepared(folder) if ready else None
 
 
 def prepared_folder(config: DataConfig) -> Path | None:

@@ -184,16 +184,11 @@ def require_column(where: object, column: str, names: Iterable[str]) -> None:
         raise ValueError(f"{where}: no column '{column}' (it has {', '.join(names)}); set data.text_column")
 
 
-def find_files(
-    path: str, endings: tuple[str, ...] = _ENDINGS, *, follow: bool = True
-) -> list[tuple[str, Path]]:
+def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str, Path]]:
     """Return (name, file) of each corpus file behind a file, folder (recursive) or glob, sorted by name.
 
     Leave out hidden files and folders, as `datasets` does. Read each folder once, however many links lead to
     it.
-
-    Args:
-        follow: follow links to folders.
 
     Raises:
         ValueError: there is none.
@@ -201,13 +196,11 @@ def find_files(
     """
     root = Path(path).expanduser()
     if root.is_dir():
-        named = [(file.relative_to(root).as_posix(), file) for file in _below(root, follow) if file.is_file()]
+        named = [(file.relative_to(root).as_posix(), file) for file in _below(root)]
     else:
-        matches = {path} if root.is_file() else set(glob.glob(str(root), recursive=True))
-        named = [
-            (file.name, file) for file in (Path(match).expanduser() for match in matches) if file.is_file()
-        ]
-    chosen = sorted((name, file) for name, file in named if file.name.endswith(endings))
+        matches = {root} if root.is_file() else {*map(Path, glob.glob(str(root), recursive=True))}
+        named = [(file.name, file) for file in matches]
+    chosen = sorted((name, file) for name, file in named if name.endswith(endings) and file.is_file())
     if not chosen:
         ending = f" ending in {', '.join(endings)}" if all(endings) else ""
         what = f"no file{ending}" if named or root.is_dir() else "no such file or folder"
@@ -215,12 +208,12 @@ def find_files(
     return chosen
 
 
-def _below(root: Path, follow: bool) -> Iterator[Path]:
+def _below(root: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
     seen = set()
-    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=follow):
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
         folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
         if real not in seen:

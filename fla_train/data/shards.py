@@ -20,7 +20,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,12 @@ class Shard:
         self._path = folder / shard_file(number)
         if not has_size(folder, number, record):
             raise ValueError(self._damage("is missing or cut short"))
-        self._dtype, second = np.dtype(dtype).newbyteorder("<"), split != SPLITS[0]
-        tokens, documents = ([record[name][key] for name in SPLITS] for key in ("tokens", "documents"))
-        ends = sum(tokens) * self._dtype.itemsize
-        self._tokens_start, self._token_count = second * tokens[0] * self._dtype.itemsize, tokens[second]
-        self._ends_start, self._end_count = ends + second * documents[0] * 8, documents[second]
-        self._crcs_start = ends + sum(documents) * 8
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        sizes = [record[name]["tokens"] * self._dtype.itemsize for name in SPLITS]
+        sizes += [record[name]["documents"] * 8 for name in SPLITS]
+        starts, number = [0, *accumulate(sizes)], SPLITS.index(split)  # of the five arrays
+        self._tokens_start, self._ends_start, self._crcs_start = starts[number], starts[2 + number], starts[4]
+        self._token_count, self._end_count = record[split]["tokens"], record[split]["documents"]
         blocks = -(-self._crcs_start // BLOCK)
         self._crcs = np.frombuffer(self._read(self._crcs_start, 4 * blocks), "<u4", blocks)
         self._unread = bytearray(b"\1") * blocks  # 1: not compared yet

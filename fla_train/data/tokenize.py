@@ -68,14 +68,12 @@ class Encoder:
     """Tokenizes slices into shards. Pickled, it carries settings only: each process builds its tokenizer.
 
     Attributes:
-        backend: content of a tokenizer.json, or None for a tokenizer without one.
         folder: the saved tokenizer.
         separator: id that ends each document, if any.
         dtype: of the tokens, uint16 or uint32.
     """
 
-    backend: str | None
-    folder: str
+    folder: Path
     separator: int | None
     validation_fraction: float
     dtype: str
@@ -123,12 +121,13 @@ class Encoder:
 
     @cached_property
     def _tokenize(self) -> Callable[[list[str]], Iterable[list[int]]]:
-        if self.backend is None:
+        file = self.folder / "tokenizer.json"
+        if not file.exists():
             # Only tokenizers without tokenizer.json need transformers, which takes seconds to import.
             from fla_train.data.tokenizers import encode, load_saved
 
             return partial(encode, load_saved(self.folder))
-        tokenizer = tokenizers.Tokenizer.from_str(self.backend)
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
         tokenizer.encode_special_tokens = True  # `</s>` in a text stays text and ends no document
         return lambda texts: (
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -157,14 +156,8 @@ def make_encoder(
     tokenizer: "PreTrainedTokenizerBase", folder: Path, config: DataConfig, dtype: str
 ) -> Encoder:
     """Return the encoder of a corpus with these settings; `folder` holds the saved tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return Encoder(
-        backend=backend.to_str() if backend else None,
-        folder=str(folder),
-        separator=tokenizer.eos_token_id if config.append_eos else None,
-        validation_fraction=config.validation_fraction,
-        dtype=dtype,
-    )
+    separator = tokenizer.eos_token_id if config.append_eos else None
+    return Encoder(folder, separator, config.validation_fraction, dtype)
 
 
 def tokenize_source(

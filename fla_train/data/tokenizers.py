@@ -58,16 +58,8 @@ def load_tokenizer(
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Return the token ids of each text. The name of a special token (`</s>`) in a text stays text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    _keep_texts_whole(tokenizer)
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True
-    try:
-        return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
-    finally:
-        backend.encode_special_tokens = before
+    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    return tokenizer(texts, verbose=False, **options)["input_ids"]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -170,16 +162,11 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
             raise ValueError(f"data.tokenizer.eos_token={eos_token} is not in the vocabulary of {name}")
         # Assigning `eos_token` would make it special only after saving and loading.
         tokenizer.add_special_tokens({"eos_token": eos_token})
-    _keep_texts_whole(tokenizer)
-    return tokenizer
-
-
-def _keep_texts_whole(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Turn off truncation and padding, which tokenizer.json keeps from the last call before it was saved."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    # Turn off truncation and padding, which tokenizer.json keeps from the last call before it was saved.
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
         backend.no_truncation()
         backend.no_padding()
+    return tokenizer
 
 
 def _load_local(folder: Path) -> PreTrainedTokenizerBase:

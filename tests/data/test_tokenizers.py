@@ -137,7 +137,8 @@ def test_texts_are_neither_cut_nor_padded(tmp_path):
         assert [len(ids) for ids in encode(loaded, texts)] == [2, 13]
     loaded = load_tokenizer(TokenizerConfig(name=str(tmp_path)))
     config = DataConfig(append_eos=False, validation_fraction=0.0)
-    encoder = make_encoder(loaded, tmp_path, config, "uint16")
+    loaded.save_pretrained(tmp_path / "kept")
+    encoder = make_encoder(loaded, tmp_path / "kept", config, "uint16")
     record = encoder.write(tmp_path, 0, TextSlice(config, 0, 0, texts, texts), Limits())
     assert record["train"]["tokens"] == 2 + 13
     assert fingerprint(loaded) == fingerprint(load_tokenizer(TokenizerConfig(name="bytes")))
