@@ -162,11 +162,11 @@ def _transformers(p: Problem) -> Tensor:
     return rule(p.q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
-def _fla(name: str, p: Problem, form: str = "chunk") -> Tensor:
+def _fla(name: str, p: Problem) -> Tensor:
     k, v, beta = _flat(p)
     gate = () if name == "delta_rule" else (p.g,)
     steps = (p.shape.num_householder,) if name == "gated_delta_product" else ()
-    kernel = getattr(import_module(f"fla.ops.{name}"), f"{form}_{name}")
+    kernel = getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
     return kernel(p.q, k, v, *gate, beta, *steps, use_qk_l2norm_in_kernel=p.norm)[0]
 
 
@@ -188,11 +188,6 @@ def _attn_gym(p: Problem) -> Tensor:
 PEERS = {
     "fla": [
         Implementation("fla chunk_delta_rule", partial(_fla, "delta_rule"), _one_ungated_step),
-        Implementation(
-            "fla fused_recurrent_delta_rule",
-            partial(_fla, "delta_rule", form="fused_recurrent"),
-            _one_ungated_step,
-        ),
         Implementation("fla chunk_gated_delta_rule", partial(_fla, "gated_delta_rule"), _one_gated_step),
         Implementation("fla chunk_gated_delta_product", partial(_fla, "gated_delta_product"), _several_steps),
     ],
