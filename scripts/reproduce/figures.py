@@ -243,7 +243,7 @@ def decoding(name: str) -> None:
     labels = {"llama-compiled": "Llama, compiled", "ours": "Gated DeltaProduct_2"}
     rows = [row for row in read("benchmarks/decoding.json")["rows"] if row["batch"] == 1]
     curves = {
-        label: [(row["context"], row["milliseconds"]) for row in rows if row["model"] == key]
+        label: [(row["context"], row["token_ms"]) for row in rows if row["model"] == key]
         for key, label in labels.items()
     }
     axes = {"xlabel": "context length (tokens)", "ylabel": "milliseconds per token", "ylim": (0, 7.2)}
@@ -264,10 +264,10 @@ def training(name: str) -> None:
     """Draw the training speed on one GPU, compared with other models in the same engine."""
     reports = {
         "Gated DeltaProduct_2, 340m preset": "peers-gated-delta-product",
-        "DeltaNet, 340m preset, vocabulary 4,096": "peers-delta-net",
-        "DeltaNet, 340m preset": "peers-delta-net-fla",
+        "DeltaNet, 340m preset": "peers-delta-net",
+        "DeltaNet, 1.3b preset, 16,384 tokens": "peers-delta-net-16k",
     }
-    names = {"transformer": "Transformer++", "llama-compiled": "Llama, compiled", "llama": "Llama"}
+    names = {"transformer": "Transformer++", "llama-compiled": "Llama, compiled"}
     groups = {
         group: {
             names.get(row["model"], row["model"]): row["tokens_per_second"]
