@@ -1,6 +1,7 @@
 """Typed settings of `fla-eval`. The YAML files configs/eval.yaml and configs/suite/ explain every key."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,6 @@ from fla_train.utils.keys import key
 LAYOUTS = ("documents", "packed")
 NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
 NEEDLE_PROMPTS = ("ruler", "continuation")
-ENDINGS = (".gz", ".parquet", ".jsonl")  # of files of documents, the last one first
 
 
 @dataclass
@@ -124,6 +124,4 @@ def set_name(path: str) -> str:
     """Return the name of a set of documents: folder, file without endings, or the folder of a glob."""
     place = Path(os.path.abspath(path))  # the name of `.` is that of the folder
     name = (place.parent if "*" in place.name else place).name
-    for ending in ENDINGS:
-        name = name.removesuffix(ending)
-    return name
+    return re.sub(r"(\.jsonl|\.parquet)?(\.gz)?$", "", name)

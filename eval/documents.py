@@ -19,11 +19,10 @@ from fla_train.data.config import DataConfig
 from fla_train.data.prepare import prepare
 from fla_train.data.shards import Shard
 from fla_train.data.sources import open_source
+from fla_train.data.tokenize import batches
 from fla_train.data.tokenizers import encode
 from fla_train.hub.saved_config import kept_tokenizer, read_saved
 
-# Documents are tokenized in batches of at most this many documents, and of about this many characters.
-ENCODE_BATCH, ENCODE_CHARACTERS = 64, 1 << 20
 # Without a number of sequences, they have the longest length of which there are this many.
 LEAST_SEQUENCES = 32
 # 4 bytes for a token; a Python list takes 36.
@@ -99,13 +98,7 @@ def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Itera
 
     Long texts are tokenized a few at a time, because the tokenizer needs many times their size.
     """
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == ENCODE_BATCH or sum(map(len, batch)) >= ENCODE_CHARACTERS:
-            yield from (np.array(ids, dtype=TOKEN) for ids in encode(tokenizer, batch))
-            batch = []
-    if batch:
+    for batch in batches(texts, len):
         yield from (np.array(ids, dtype=TOKEN) for ids in encode(tokenizer, batch))
 
 

@@ -92,16 +92,11 @@ def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
 
 def _metric(results: Sequence[EvalResult]) -> str:
     """Return `bits_per_byte` if the models read other tokens of one set and all bytes are known."""
-    prints: dict[str, set[str]] = {}
-    for result in results:
-        for score in result.of("perplexity"):
-            prints.setdefault(score.data, set()).add(score.fingerprint)
-    bytes_known = all(
-        result.find("perplexity", score.data, "bits_per_byte", score.length)
-        for result in results
-        for score in result.of("perplexity")
-    )
-    return "bits_per_byte" if bytes_known and any(len(p) > 1 for p in prints.values()) else "perplexity"
+    scores = [(result, score) for result in results for score in result.of("perplexity")]
+    prints = {(score.data, score.fingerprint) for _, score in scores}
+    same_tokens = len(prints) == len({data for data, _ in prints})
+    bytes_known = all(r.find("perplexity", s.data, "bits_per_byte", s.length) for r, s in scores)
+    return "perplexity" if same_tokens or not bytes_known else "bits_per_byte"
 
 
 def _points(scores: Sequence[Score]) -> Iterator[tuple]:

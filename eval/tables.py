@@ -50,18 +50,14 @@ def section_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
         rows = []
         keys = ["data", "length", "metric"]
         for key, group in table[table.section == section].groupby(keys, sort=False, dropna=False):
-            scores = {score.evaluation: score for score in group.itertuples()}
             length = "-" if pd.isna(key[1]) else f"{key[1]:,}"
             cells = {"data": key[0], "length": length, "metric": key[2], "chance": number(group.chance.max())}
-            for name in names:
-                score = scores.get(name)
-                cells[name] = "-" if score is None else with_error(score.value, score.stderr)
-            for name in names[1:]:
-                score = scores.get(name)
-                cells[f"{name}: difference"] = "-"
-                if score is not None and not pd.isna(score.difference):
+            cells |= dict.fromkeys([*names, *(f"{name}: difference" for name in names[1:])], "-")
+            for score in group.itertuples():
+                cells[score.evaluation] = with_error(score.value, score.stderr)
+                if not pd.isna(score.difference):
                     text = with_error(score.difference, score.difference_stderr, "+.4f")
-                    cells[f"{name}: difference"] = f"{text} {score.mark}".strip()
+                    cells[f"{score.evaluation}: difference"] = f"{text} {score.mark}".strip()
             if len(names) == 1:
                 known = not pd.isna(score.low)
                 cells["95% interval"] = f"{number(score.low)} to {number(score.high)}" if known else "-"

@@ -164,7 +164,8 @@ class Handler(BaseHTTPRequestHandler):
         self._reply({}, status)
 
     def _delete_tag(self, body: bytes, repo: str, tag: str) -> None:
-        del self.server.repos[repo].tags[tag]
+        if self.server.repos[repo].tags.pop(tag, None) is None:
+            return self._error("RevisionNotFound")
         self._reply({})
 
     def _tree(self, body: bytes, repo: str, revision: str) -> None:

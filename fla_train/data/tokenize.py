@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
@@ -37,6 +37,7 @@ from fla_train.utils.processes import available_cores
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 _BATCH_CHARACTERS = 1 << 19  # of documents to tokenize at once
 _AHEAD = 3  # slices per process that may wait for an earlier one
 
@@ -115,7 +116,7 @@ class Encoder:
     def _encoded(self, texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[bytes, list[int]]]:
         """Yield the UTF-8 and the tokens of each text, with the separator."""
         separator = [] if self.separator is None else [self.separator]
-        for batch in _batches(texts):
+        for batch in batches(texts, lambda text: len(text[0])):
             for (_, raw), ids in zip(batch, self._tokenize([text for text, _ in batch]), strict=True):
                 yield raw, ids + separator
 
@@ -134,13 +135,17 @@ class Encoder:
         )
 
 
-def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    """Yield the texts in batches, and those before an error first: a limit may end the shard there."""
+def batches(texts: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the texts in batches, and those before an error first: a limit may end the shard there.
+
+    Args:
+        size_of: returns the characters of a text.
+    """
     batch, size = [], 0
     try:
         for text in texts:
             batch.append(text)
-            size += len(text[0])
+            size += size_of(text)
             if size >= _BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0

@@ -97,7 +97,9 @@ def push(
                 delete_patterns=[*map(glob.escape, earlier), TEMPLATES],
             )
         if tag is not None:
-            _set_tag(api, name, tag, commit.oid)
+            with suppress(RevisionNotFoundError):
+                api.delete_tag(name, tag=tag)
+            api.create_tag(name, tag=tag, revision=commit.oid)
     except (HTTPError, OSError, RuntimeError) as error:
         failure = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         command = f"fla-export checkpoint={origin} hub.repo_id={repo_id}"
@@ -134,14 +136,6 @@ def check_access(repo_id: str, *, private: bool = True) -> None:
         if isinstance(failure, HfHubHTTPError) and failure.response.status_code in ACCESS:
             raise ValueError(f"the Hub rejects hub.repo_id={repo_id}: {line}") from None
         raise ConnectionError(line) from None
-
-
-def _set_tag(api: HfApi, name: str, tag: str, commit: str) -> None:
-    with suppress(RevisionNotFoundError):
-        if api.model_info(name, revision=tag).sha == commit:
-            return
-        api.delete_tag(name, tag=tag)
-    api.create_tag(name, tag=tag, revision=commit)
 
 
 def _line(failure: BaseException, token: str) -> str:
