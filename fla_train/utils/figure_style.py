@@ -13,9 +13,9 @@ FAMILIES = {
     "Gated DeltaNet": "#e69f00",
     "DeltaProduct": "#0072b2",
     "DeltaNet": "#009e73",
-    "Transformer": "#222222",
-    "Llama": "#222222",
-    "Mamba": "#cc79a7",
+    "Transformer": "#6e6e6e",
+    "Llama": "#6e6e6e",
+    "Mamba": "#a6a6a6",
     "RetNet": "#8b7500",
     "GLA": "#8b7500",
 }
