@@ -59,7 +59,7 @@ def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
     """Return the training's test sets, and those of the requested lengths."""
     tests = tasks_for_testing(task)
     if settings.lengths and task_class(task.kind).length_option != "length":
-        raise ValueError(f"suite.expressivity.lengths must be empty: the task {task.kind} has no length")
+        raise ValueError(f"suite.expressivity.lengths: the length_option of task {task.kind} is not 'length'")
     for length in settings.lengths:
         options = {**task.options, "length": length}
         tests[f"length_{length}"] = make_task(task.kind, options, seed=TEST_SEED)

@@ -16,7 +16,7 @@ Function = Literal["convolution", Norm, "rotary", "selective-scan", "swiglu", "g
 Dtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, "dtype (default: bf16 on a GPU, fp32 on a CPU)"]
 Json = Annotated[Path | None, "also write the results to this file, and the tables to FILE.md"]
 Overrides = Annotated[Names, "overrides of configs/train.yaml, such as model=gated_delta_product/340m"]
-Batch = Annotated[int, "sequences (B)"]
+Batch = Annotated[int, "sequences (B); 1 is enough on a CPU"]
 Tokens = Annotated[int, "tokens of a sequence (T)"]
 ValueDim = Annotated[int | None, "V (default: K)"]
 

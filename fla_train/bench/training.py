@@ -96,7 +96,8 @@ def run(options: Train, report: Report, compose: Compose) -> None:
     )
     if all("note" in row for row in rows):
         raise ValueError(rows[0]["note"])
-    report.table("times", TIMES, _time_rows(rows))
+    if any(row.get("times") for row in rows):
+        report.table("times", TIMES, _time_rows(rows))
 
 
 def _rows(options: Train, config: TrainConfig, ceilings: Ceilings | None) -> Iterator[Row]:

@@ -58,7 +58,8 @@ def task(config: DictConfig) -> int:
     _show(folder)
     if result.errors:
         names = ", ".join(result.errors)
-        return fail(f"could not run {names}; add output={folder} to try again, or leave them out", code=1)
+        advice = f"add output={folder} to try again, or name others: suite.perplexity.sets, suite.tasks"
+        return fail(f"could not run {names}; {advice}", code=1)
     return 0
 
 
