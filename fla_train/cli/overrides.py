@@ -215,7 +215,8 @@ def _closest(name: str, known: Iterable[str]) -> list[str]:
         for part in {*re.split(r"[./]", other)}:
             by_part.setdefault(part, []).append(other)
     parts = get_close_matches(re.split(r"[./]", name)[-1], by_part, n=2, cutoff=0.75)
-    whole = get_close_matches(name, known, n=3, cutoff=0.75)
+    # A long group makes any two of its keys alike.
+    whole = get_close_matches(name, known, n=3, cutoff=0.85 if "." in name else 0.75)
     return list(dict.fromkeys([*whole, *(other for part in parts for other in by_part[part])]))[:6]
 
 
