@@ -1,17 +1,26 @@
-"""Describe failures of a rank in one sentence, and tell whether a restart may help.
+"""Describe and report failures of a rank in one sentence, and tell whether a restart may help.
 
 This module does not import torch, not even indirectly, so that it can describe a failure to import torch.
 """
 
+import json
+import os
 import re
 import signal
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fla_train.utils.errors import Interrupted
+from fla_train.utils.filesystem import write_whole
 
 if TYPE_CHECKING:
     from fla_train.training.config import TrainConfig
 
+# Exit statuses of a rank: another start may help (RETRY), or would fail again (FINAL).
+RETRY, FINAL = 1, 2
 # Messages about exhausted memory of torch, cuBLAS, NCCL and the system, which use various classes.
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|not enough memory|can(?:no|')t allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
@@ -35,6 +44,23 @@ class TrainingFailed(RuntimeError):
     def __init__(self, line: str, rank: int | None = None, final: bool = False):
         super().__init__(line)
         self.rank, self.final = rank, final
+
+
+def report(failure: BaseException, config: "TrainConfig | None" = None, *, has_log: bool = True) -> int:
+    """Write the failure as one line for the agent, and in full to the log, as far as disks have space.
+
+    Returns:
+        This rank's exit status.
+    """
+    if has_log:
+        with suppress(OSError):
+            traceback.print_exception(failure)
+    line, final = describe_failure(failure, config)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # Write the file atomically, because the agent may read it at any moment.
+        with suppress(OSError):
+            write_whole(Path(file), json.dumps({"message": line, "timestamp": int(time.time())}))
+    return FINAL if final else RETRY
 
 
 def describe_failure(failure: BaseException, config: "TrainConfig | None" = None) -> tuple[str, bool]:

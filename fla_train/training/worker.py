@@ -1,181 +1,18 @@
-"""Run one rank of a run: `fla_train.training.worker PLAN` (`module_command`), started by the agent.
+"""Start one rank of a run: `fla_train.training.worker PLAN` (`module_command`), started by the agent.
 
 Without arguments the process imports and waits for them (`import_ahead`). Ranks of torchrun or accelerate
-arrive through `fla-train`. Stdout and stderr go to train.log on rank 0 and to logs/rank-N.log on others; rank
-0 keeps the terminal for progress. A failure is written to the file in TORCHELASTIC_ERROR_FILE, which torch's
-agents read.
+arrive through `fla-train`. `rank.py`, which takes seconds to import, does the work.
 """
 
-import json
 import os
-import secrets
 import sys
-import time
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from fla_train.training.failures import describe_failure
-from fla_train.training.log import log_both, redirect_output
-from fla_train.training.preemption import EXIT_CODE, StopRequest
-from fla_train.utils.filesystem import write_whole
+from fla_train.training.failures import report
+from fla_train.training.preemption import StopRequest
 from fla_train.utils.import_ahead import wait_for_arguments
 from fla_train.utils.processes import die_with_parent, end_without_collecting, keep_freed_memory
 from fla_train.utils.timeline import BEGAN, Timeline
-from fla_train.utils.watchdog import Watchdog, end_process
-
-if TYPE_CHECKING:  # they import torch, and a request to stop must be handled before that
-    from fla_train.training.config import TrainConfig
-    from fla_train.training.plan import RunPlan
-    from fla_train.training.run_folder import RunFolder
-
-# Exit statuses: another start may help (RETRY), or would fail again (FINAL).
-RETRY, FINAL = 1, 2
-
-
-def report(failure: BaseException, config: "TrainConfig | None" = None, *, has_log: bool = True) -> int:
-    """Write the failure as one line for the agent, and in full to the log, as far as disks have space.
-
-    Returns:
-        This rank's exit status.
-    """
-    if has_log:
-        with suppress(OSError):
-            traceback.print_exception(failure)
-    line, final = describe_failure(failure, config)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # Write the file atomically, because the agent may read it at any moment.
-        with suppress(OSError):
-            write_whole(Path(file), json.dumps({"message": line, "timestamp": int(time.time())}))
-    return FINAL if final else RETRY
-
-
-def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
-    """Run `train` with this process's output in the rank's log, then end the process."""
-    from fla_train.training.run_folder import RunFolder
-
-    try:
-        console = redirect_output(RunFolder(Path(plan.config.run.dir)).log(int(os.environ["RANK"])))
-    except OSError as failure:
-        os._exit(report(failure, has_log=False))
-    try:
-        finished = train(plan, console, request, timeline)
-    except BaseException as failure:
-        status = report(failure, plan.config)
-        with suppress(OSError):
-            sys.stderr.flush()
-        # Do not wait for communication threads, which wait for the other ranks.
-        os._exit(status)
-    with suppress(OSError):
-        console.flush()
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    sys.exit(0 if finished else EXIT_CODE)
-
-
-def train(plan: "RunPlan", console: TextIO, request: StopRequest, timeline: Timeline) -> bool:
-    """Train as the rank that the environment names. Return False if `request` ended it early.
-
-    Args:
-        timeline: phases of the start, logged after the first step.
-    """
-    import torch.distributed as dist
-
-    from fla_train.training.model import build_model, load_initial_weights
-    from fla_train.training.process_group import join
-    from fla_train.training.resume import agree_on_checkpoint
-    from fla_train.training.run_folder import RunFolder, RunLock
-    from fla_train.training.trainer import Trainer
-
-    timeline.mark("imports")
-    config = plan.config
-    assert config.launch.num_processes == int(os.environ["WORLD_SIZE"])
-    folder = RunFolder(Path(config.run.dir))
-    watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
-    data = plan.open_data()
-    # Draw the weights in a thread, because that occupies one core for seconds. Concurrent work must not use
-    # the global random state.
-    thread = ThreadPoolExecutor(1, "model")
-    building = thread.submit(build_model, config, data, fresh=True)
-    join(on_gpu=config.launch.device == "cuda")
-    lock = RunLock(folder) if dist.get_rank() == 0 else None
-    log = partial(log_both, console)
-    with closing(lock) if lock else nullcontext():
-        resume = agree_on_checkpoint(folder.store, config.trainer.resume, log)
-        if config.trainer.check_backend and os.environ["LOCAL_RANK"] == "0":
-            _check_backend(config, log)
-            timeline.mark("backend check")
-        model = building.result()
-        thread.shutdown()
-        if resume is None:
-            load_initial_weights(config, model)
-        timeline.mark("model")
-        if lock is not None:
-            _record(plan, folder, resume, log)
-        timeline.mark("run folder")
-        finished = Trainer(plan, data, model, resume, console, watchdog, request, lock, timeline).run()
-    watchdog.close()
-    return finished
-
-
-def _check_backend(config: "TrainConfig", log: Callable[[str], None]) -> None:
-    """Check that the kernels agree with the fp64 reference on this machine.
-
-    The launcher does not check it, because starting CUDA and loading the kernels there would cost seconds.
-
-    Raises:
-        ValueError: contains the report's verdict, and how to train despite it.
-    """
-    import torch
-
-    from fla_train.kernels.delta_product.selfcheck import check_backend, model_cases
-    from fla_train.models.build import build_model_config, is_zoo
-    from fla_train.models.mixers.registry import runs_operator
-
-    model = config.model
-    if is_zoo(model) or not runs_operator(build_model_config(model)):
-        return
-    report = check_backend(
-        model["backend"],
-        config.launch.device,
-        torch.bfloat16 if config.trainer.autocasts else torch.float32,
-        cases=model_cases(model["num_householder"], model["use_forget_gate"]),
-        head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
-    )
-    if not report.ok:
-        raise ValueError(f"backend check failed: {report.summary()}; set model.backend or TRITON_PTXAS_PATH")
-    if os.environ["RANK"] == "0":
-        log(f"backend      {report.summary()}")
-
-
-def _record(plan: "RunPlan", folder: "RunFolder", resume: Path | None, log: Callable[[str], None]) -> None:
-    """Write the files of a start, and log the step at which it begins."""
-    from fla_train.training import checkpoint
-    from fla_train.training.config import to_yaml
-    from fla_train.training.plan import plan_lines
-    from fla_train.utils.environment import describe_environment
-
-    # A folder with a config.yaml counts as a run, so the plan comes first.
-    write_whole(folder.plan, plan.to_json())
-    write_whole(folder.config, to_yaml(plan.request))
-    environment = describe_environment(plan.config.launch.device)
-    write_whole(folder.environment, json.dumps(environment, indent=2) + "\n")
-    state = checkpoint.TrainState() if resume is None else checkpoint.read_state(resume)
-    if folder.id() is None:
-        own = resume is not None and folder.owns(resume)
-        write_whole(folder.run_id, (state.run if own else None) or secrets.token_hex(8))
-    world = plan.config.launch.num_processes
-    folder.record_start(state.step, state.tokens, world)
-    with suppress(OSError):
-        print(*plan_lines(plan), sep="\n", flush=True)
-    log(f"run          {folder.root}" + (f", from {resume}" if resume else ""))
-    if resume is not None and (saved := checkpoint.world_size(resume)) != world:
-        log(f"resume       checkpoint of {saved} process(es), optimizer state resharded for {world}")
 
 
 def main() -> None:
@@ -186,8 +23,11 @@ def main() -> None:
     given = wait_for_arguments()
     timeline = Timeline(float(os.environ[BEGAN]))
     timeline.mark("launcher", at=given)
-    from fla_train.training.plan import read_plan
-
+    try:
+        from fla_train.training.plan import read_plan
+        from fla_train.training.rank import run
+    except Exception as failure:
+        sys.exit(report(failure))
     try:
         plan = read_plan(Path(sys.argv[1]))
     except (OSError, ValueError) as failure:

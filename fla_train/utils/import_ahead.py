@@ -19,8 +19,8 @@ from subprocess import PIPE, Popen
 from fla_train.utils.processes import module_command
 
 COMMAND = module_command("fla_train.training.worker")
-# Modules that do not depend on the device. DeepSpeed does, and the worker imports it later.
-AHEAD = ("fla_train.models.modeling", "fla_train.training.trainer")
+# A module that does not depend on the device. DeepSpeed does, and the worker imports it later.
+AHEAD = "fla_train.training.rank"
 DEVICES = Path("/dev")
 
 _waiting: list[Popen] = []
@@ -71,8 +71,7 @@ def wait_for_arguments() -> float:
     gc.disable()
     # The worker repeats a failed import later and logs its error.
     with suppress(Exception):
-        for name in AHEAD:
-            import_module(name)
+        import_module(AHEAD)
     gc.freeze()
     gc.enable()
     if len(sys.argv) > 1:

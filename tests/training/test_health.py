@@ -13,8 +13,8 @@ from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.models import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training import worker
 from fla_train.training.config import TrainConfig
+from fla_train.training.failures import report
 from fla_train.training.features.statistics import Statistics
 from fla_train.utils.records import read_metrics
 from fla_train.utils.throughput import Throughput, peak_flops
@@ -156,7 +156,7 @@ def test_a_run_tells_all_that_it_is_asked_for(
 
 def test_a_report_holds_the_line_and_a_full_disk_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "rank-0.json"))
-    assert worker.report(ValueError("a fault\nof the config")) == 2
+    assert report(ValueError("a fault\nof the config")) == 2
     assert json.loads((tmp_path / "rank-0.json").read_text())["message"] == "a fault of the config"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a full disk" / "rank-0.json"))
-    assert worker.report(OSError("no room")) == 1  # and raises nothing
+    assert report(OSError("no room")) == 1  # and raises nothing

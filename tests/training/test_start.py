@@ -11,9 +11,8 @@ import pytest
 import torch
 from warm_ranks import WarmRanks
 
-from fla_train.kernels.delta_product import selfcheck
 from fla_train.kernels.delta_product.selfcheck import CheckReport
-from fla_train.training import worker
+from fla_train.training import rank
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import describe_failure
 from fla_train.training.plan import RunPlan
@@ -48,13 +47,13 @@ from unittest.mock import patch
 from fla_train.utils.import_ahead import AHEAD
 ask = ("is_available", "device_count", "get_device_properties", "_lazy_init")
 with patch.multiple("torch.cuda", **dict.fromkeys(ask)):
-    for name in AHEAD:
-        import_module(name)
+    import_module(AHEAD)
 assert "deepspeed" not in sys.modules
 from fla_train.cli.train import main
 import fla_train.kernels.delta_product.selfcheck as selfcheck
+import fla_train.training.rank as rank
 import fla_train.training.trainer as trainer
-selfcheck.model_cases = lambda *_: selfcheck.CASES[:1]
+rank.model_cases = lambda *_: selfcheck.CASES[:1]
 def stop(*_, **__):
     os.write(2, "\\n".join(sys.modules).encode())
     os._exit(0)
@@ -91,8 +90,8 @@ def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:
     report = CheckReport("chunk", "cpu", torch.float32, (), failure="no such instruction")
     request = SimpleNamespace(made=lambda: False)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as refused:
-        patch.setattr(selfcheck, "check_backend", lambda *_, **__: report)
-        worker.train(plan, io.StringIO(), request, Timeline())
+        patch.setattr(rank, "check_backend", lambda *_, **__: report)
+        rank.train(plan, io.StringIO(), request, Timeline())
     return describe_failure(refused.value)
 
 

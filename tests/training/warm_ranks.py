@@ -137,9 +137,9 @@ def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[s
 
 
 def train_plan(file: Path) -> None:
-    from fla_train.training import worker
+    from fla_train.training import rank
     from fla_train.training.plan import read_plan
 
     plan = read_plan(file)
     with (Path(plan.config.run.dir) / "train.log").open("a") as log:
-        worker.train(plan, log, SimpleNamespace(made=lambda: False), Timeline())
+        rank.train(plan, log, SimpleNamespace(made=lambda: False), Timeline())
