@@ -188,11 +188,11 @@ def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) 
 
 def _spans(starts: Sequence[int], size: int, count: int) -> list[Spans]:
     """Return the documents, which begin at `starts`, in each of `count` sequences of `size` tokens."""
-    found = []
+    spans = []
     for begin in range(0, count * size, size):
         first, end = np.searchsorted(starts, [begin, begin + size - 1], side="right")
-        found.append(tuple((d, max(starts[d] - begin, 0)) for d in range(first - 1, end)))
-    return found
+        spans.append(tuple((d, max(starts[d] - begin, 0)) for d in range(first - 1, end)))
+    return spans
 
 
 def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:

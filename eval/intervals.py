@@ -119,8 +119,8 @@ class Estimate:
         loss = self.mean.numbers()
         value, low, high = (None if x is None else perplexity(x) for x in (loss.value, loss.low, loss.high))
         error = None if loss.stderr is None else loss.stderr * value
-        found = {"loss": loss, "perplexity": Value(value, error, low, high)}
-        return found | ({} if self.bits is None else {"bits_per_byte": self.bits.numbers()})
+        values = {"loss": loss, "perplexity": Value(value, error, low, high)}
+        return values | ({} if self.bits is None else {"bits_per_byte": self.bits.numbers()})
 
 
 def proportion_interval(successes: int, trials: int) -> tuple[float, float]:

@@ -227,7 +227,7 @@ def _batch_sums(
     """
     device = model.get_input_embeddings().weight.device
     sizes = [len(prefix) + len(row) - 1 for row in rows]
-    found = [np.zeros((3, len(span), len(edges) - 1)) for span in spans]
+    sums = [np.zeros((3, len(span), len(edges) - 1)) for span in spans]
     cache: dict[str, Any] = {}
     for start in range(0, max(sizes), chunk):
         stop = min(start + chunk, max(sizes))
@@ -243,12 +243,12 @@ def _batch_sums(
         for row, size in enumerate(sizes):
             if (end := min(stop, size)) > start:
                 # Add each target to the cell of its document and its bucket.
-                asked, places = ids[row, 1 : end - start + 1].numpy(), np.arange(start, end)
+                targets, places = ids[row, 1 : end - start + 1].numpy(), np.arange(start, end)
                 firsts = [first for _, first in spans[row]]
                 document = np.searchsorted(firsts, places + 1 - len(prefix), side="right") - 1
                 cells = document * (len(edges) - 1) + np.searchsorted(edges, places, side="right") - 1
                 weights = [losses[row, : end - start], np.ones(len(cells))]
-                weights += [] if token_sizes is None else [token_sizes[asked]]
-                for total, weight in zip(found[row], weights, strict=False):
+                weights += [] if token_sizes is None else [token_sizes[targets]]
+                for total, weight in zip(sums[row], weights, strict=False):
                     np.add.at(total.reshape(-1), cells, weight)
-    return found
+    return sums

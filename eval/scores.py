@@ -65,11 +65,11 @@ def task_scores(results: dict, tasks: Mapping[str, Task], groups: Mapping[str, G
         tasks: by name.
         groups: by name.
     """
-    found = {name: list(_of_task(results, name, task)) for name, task in tasks.items()}
+    by_name = {name: list(_of_task(results, name, task)) for name, task in tasks.items()}
     for name, group in groups.items():
         members = {task.task_name: task for task in group.get_all_tasks()}
-        found[name] = list(_of_group(results, name, group, members, found))
-    return [score for scores in found.values() for score in scores]
+        by_name[name] = list(_of_group(results, name, group, members, by_name))
+    return [score for scores in by_name.values() for score in scores]
 
 
 def _metrics(results: dict, name: str) -> Iterator[tuple[str, str, str, float, float | None]]:
@@ -92,18 +92,19 @@ def _of_task(results: dict, name: str, task: Task) -> Iterator[Score]:
     for label, metric, filtered, value, error in _metrics(results, name):
         items = [sample[metric] for sample in samples if sample["filter"] == filtered and metric in sample]
         # The default aggregation of lm-eval is the mean.
-        parts, own_error = per_document_scores(task.aggregation().get(metric, mean), items) or ([], None)
+        aggregation = task.aggregation().get(metric, mean)
+        contributions, computed_error = per_document_scores(aggregation, items) or ([], None)
         yield Score(
             "tasks",
             name,
             label,
             value,
-            stderr=own_error if error is None else error,
+            stderr=computed_error if error is None else error,
             documents=results["n-samples"].get(name, {}).get("effective", 0),
             higher_is_better=None if better.get(metric) is None else bool(better[metric]),
             chance=_chance(metric, task, samples),
             fingerprint=hashlib.sha256(repr(hashes).encode()).hexdigest(),
-            by_document=parts,
+            by_document=contributions,
         )
 
 
@@ -120,19 +121,19 @@ def _chance(metric: str, task: Task, samples: Sequence[dict]) -> float | None:
 
 
 def _of_group(
-    results: dict, name: str, group: Group, members: Mapping[str, Task], found: Mapping[str, list[Score]]
+    results: dict, name: str, group: Group, members: Mapping[str, Task], by_name: Mapping[str, list[Score]]
 ) -> Iterator[Score]:
     by_size = {config.metric: config.weight_by_size for config in group.aggregate_metric_list or ()}
     for label, metric, _, value, error in _metrics(results, name):
-        scores = [score for member in members for score in found[member] if score.metric == label]
+        scores = [score for member in members for score in by_name[member] if score.metric == label]
         means = all(
             AGGREGATIONS.get(members[score.data].aggregation().get(metric, mean)) == "mean"
             for score in scores
         )
-        parts: list[float] = []
+        contributions: list[float] = []
         if scores and means and all(score.by_document for score in scores):
-            parts = _of_strata(value, [s.by_document for s in scores], by_size.get(metric, True))
-            error = error or float(np.std(parts, ddof=1)) / math.sqrt(len(parts))
+            contributions = _of_strata(value, [s.by_document for s in scores], by_size.get(metric, True))
+            error = error or float(np.std(contributions, ddof=1)) / math.sqrt(len(contributions))
         prints = sorted(score.fingerprint for score in scores)
         directions, chances = ({getattr(s, k) for s in scores} for k in ("higher_is_better", "chance"))
         yield Score(
@@ -145,7 +146,7 @@ def _of_group(
             higher_is_better=directions.pop() if len(directions) == 1 else None,
             chance=chances.pop() if len(chances) == 1 else None,
             fingerprint=hashlib.sha256(repr(prints).encode()).hexdigest(),
-            by_document=parts,
+            by_document=contributions,
         )
 
 
@@ -156,8 +157,8 @@ def _of_strata(value: float, split: Sequence[Sequence[float]], by_size: bool) ->
     are a sample.
     """
     total = sum(map(len, split))
-    found = []
+    contributions = []
     for scores in split:
         weight = 1.0 if by_size else total / (len(split) * len(scores))
-        found += (value + weight * (np.array(scores) - np.mean(scores))).tolist()
-    return found
+        contributions += (value + weight * (np.array(scores) - np.mean(scores))).tolist()
+    return contributions

@@ -145,7 +145,7 @@ def _curves(table: LossTable, name: str, length: int) -> Iterator[Curve]:
     points = [(start, end, e.values(), e.sequences) for start, end, e in table.by_position(length)]
     edges = [points[0][0], *(end for _, end, *_ in points)]
     for metric in ("perplexity", "bits_per_byte"):
-        values = [found[metric] for *_, found, _ in points if metric in found]
+        values = [entry[metric] for *_, entry, _ in points if metric in entry]
         if len(values) == len(points):
             columns = {key: [getattr(v, key) for v in values] for key in ("value", "low", "high")}
             yield Curve(name, metric, length, points[0][-1], edges, **columns)

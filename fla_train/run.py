@@ -170,18 +170,18 @@ def find_runs(places: Iterable[str | Path]) -> list[Run]:
     Raises:
         ValueError: a folder does not exist or does not hold a run.
     """
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for place in map(os.path.expanduser, places):
         below = []
         for folder, inner, files in os.walk(place):
             if "config.yaml" in files and "checkpoints" in inner:
                 below.append(Path(folder))
                 inner.clear()
-        runs = {path: Run(path) for path in sorted(below, key=_natural) if _is_readable(path)}
-        if not runs:
+        inside = {path: Run(path) for path in sorted(below, key=_natural) if _is_readable(path)}
+        if not inside:
             raise ValueError(f"{place} holds no run" if os.path.exists(place) else f"there is no {place}")
-        found |= runs
-    return list(found.values())
+        runs |= inside
+    return list(runs.values())
 
 
 def _is_readable(folder: Path) -> bool:

@@ -127,7 +127,7 @@ def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
     if device.type == "cpu":
         return [Implementation("transformers torch_chunk_gated_delta_rule", _transformers, _one_step)], []
     missing = [package for package in PEERS if find_spec(package) is None]
-    return [x for package, found in PEERS.items() if package not in missing for x in found], missing
+    return [x for package, entries in PEERS.items() if package not in missing for x in entries], missing
 
 
 def _one_step(p: Problem) -> str | None:

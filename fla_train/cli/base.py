@@ -39,10 +39,10 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         ValueError: the run's config is unreadable, or `init_from` names no model.
     """
     parsed = parse_all(overrides)
-    given = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
+    by_key = {o.key_or_group: None if o.is_sweep_override() else o.value() for o in parsed}
     left_out: dict[str, Any] = {}
-    run, weights = None if sweep else given.get("run.dir"), given.get("init_from")
-    chosen = _chosen_groups(given, config_dir)
+    run, weights = None if sweep else by_key.get("run.dir"), by_key.get("init_from")
+    chosen = _chosen_groups(by_key, config_dir)
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
         saved = _of_run(file)
         base = {section: values for section, values in saved.items() if section not in chosen}
@@ -54,7 +54,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
-    if classes := {key: value for key, value in named_classes(base).items() if key not in given}:
+    if classes := {key: value for key, value in named_classes(base).items() if key not in by_key}:
         sections = tuple(key.partition(".")[0] + "." for key in classes)  # their keys may be the base's only
         kept = (o for o in parsed if not (o.is_sweep_override() or o.key_or_group.startswith(sections)))
         composed = compose("train", [o.input_line for o in kept], config_dir=config_dir)
@@ -62,14 +62,14 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         if missing := [assign(key, value) for key, value in classes.items() if named.get(key) != value]:
             reason = f"{run or weights} names code, and a folder does not choose imports"
             raise ValueError(f"{reason}: add {shlex.join(missing)}")
-    ConfigStore.instance().store(group="base", name="found", node=escaped(base), package="_global_")
+    ConfigStore.instance().store(group="base", name="saved", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
-    overrides = [*kind, "base=found", *overrides]
+    overrides = [*kind, "base=saved", *overrides]
     if left_out:
         config = compose("train", overrides, config_dir=config_dir)
         changed = [item for item in left_out.items() if OmegaConf.select(config, item[0]) != item[1]]
-        if options := [assign(key, value) for key, value in changed if key not in given]:
+        if options := [assign(key, value) for key, value in changed if key not in by_key]:
             reason = f"{run} does not decide what is published, or which machines train"
             print(f"{reason}; to keep: {shlex.join(options)}", file=sys.stderr)
     return overrides
@@ -118,11 +118,11 @@ def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
     return base
 
 
-def _chosen_groups(given: dict[str, Any], config_dir: str | None) -> set[str]:
+def _chosen_groups(by_key: dict[str, Any], config_dir: str | None) -> set[str]:
     """Return the groups for which the command names an option, directly or through a recipe."""
     repo = repository(config_dir)
-    chosen = {key for key in given if repo.group_exists(key)}
-    files = [f"{group}/{given[group]}" for group in GROUPS if given.get(group)]
+    chosen = {key for key in by_key if repo.group_exists(key)}
+    files = [f"{group}/{by_key[group]}" for group in GROUPS if by_key.get(group)]
     while files:
         config = repo.load_config(files.pop())
         for entry in config.defaults_list if config is not None else ():

@@ -78,8 +78,8 @@ class ComparisonConfig:
         for name, texts, reserved in lists:
             if not re.fullmatch(r"[^./][^/]*", name):
                 yield f"{name} is the name of a folder: it can't have a slash or begin with a dot"
-            if given := [text for text in texts if text.lstrip("+").partition("=")[0] in reserved]:
-                yield f"{name}: leave out {', '.join(given)}, which the comparison sets"
+            if conflicting := [text for text in texts if text.lstrip("+").partition("=")[0] in reserved]:
+                yield f"{name}: leave out {', '.join(conflicting)}, which the comparison sets"
 
 
 def build_parser() -> argparse.ArgumentParser:

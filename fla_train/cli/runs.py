@@ -108,7 +108,7 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     lines = [f"{len(rows)} run(s) in {home}, the best {metric.replace('_', ' ')} first"]
     lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
     settings = [{"model": row["model"]} | row["differs"] for row in rows]
-    frame["runs"] = [difference({key: own[key] for key in own if key != "seed"}) for own in settings]
+    frame["runs"] = [difference({key: values[key] for key in values if key != "seed"}) for values in settings]
     frame["seed"] = [row["differs"].get("seed") for row in rows]
     groups = frame.groupby("runs", sort=False)
     several = groups["seed"].nunique() > 1

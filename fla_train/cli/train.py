@@ -94,8 +94,8 @@ def train(node: DictConfig) -> int:
         raise KeyboardInterrupt(advice) from None
     if output:
         losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
-        found = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]
-        print(", ".join([run.status, *found]))
+        final = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]
+        print(", ".join([run.status, *final]))
         if number + 1 == len(jobs):
             print(f"Compare the jobs: fla-runs {shlex.quote(str(output.parent))}")
     return 0

@@ -53,15 +53,15 @@ class TokenStream:
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
         """Return where documents begin in `length` tokens from `start` on: ascending int64 in (0, length)."""
-        found = []
+        starts = []
         number = bisect_right(self._starts, start) - 1
         while number < len(self._records) and self._starts[number] < start + length:
             if number not in self._ends:
                 self._ends[number] = self._shard(number).ends().astype(np.int64) + self._starts[number]
             first, last = self._ends[number].searchsorted([start + 1, start + length])
-            found.append(self._ends[number][first:last] - start)
+            starts.append(self._ends[number][first:last] - start)
             number += 1
-        return np.concatenate(found)
+        return np.concatenate(starts)
 
     def _shard(self, number: int) -> Shard:
         if number not in self._shards:

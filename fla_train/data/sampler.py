@@ -66,7 +66,7 @@ def pack(ids: torch.Tensor, boundaries: list[np.ndarray]) -> Batch:
         boundaries: for each sequence, where in (0, T) a new document begins.
     """
     rows, length = ids.shape
-    starts = [row * length + np.concatenate([[0], found]) for row, found in enumerate(boundaries)]
+    starts = [row * length + np.concatenate([[0], inner]) for row, inner in enumerate(boundaries)]
     bounds = np.concatenate([*starts, [rows * length]]).astype(np.int32)
     ids = ids.reshape(1, -1)
     labels = ids.clone()

@@ -101,7 +101,7 @@ def generate_tokens(
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs[CACHE_NAME]
     returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
-    known, limit, made = input_ids.shape[1], stopping_criteria.max_length, 1
+    known, limit, generated = input_ids.shape[1], stopping_criteria.max_length, 1
     criteria = StoppingCriteriaList(
         x for x in stopping_criteria if not isinstance(x, EosTokenCriteria | MaxLengthCriteria)
     )
@@ -118,7 +118,7 @@ def generate_tokens(
     every = 1 if returned or criteria or streamer is not None else CHECK_EVERY
 
     def so_far() -> Tensor:
-        return torch.cat([ids, decoder.made[:, :made]], dim=1)
+        return torch.cat([ids, decoder.new_tokens[:, :generated]], dim=1)
 
     decoder.choose(logits, ids)
     while True:
@@ -126,14 +126,14 @@ def generate_tokens(
             streamer.put(decoder.token[:, 0].cpu())
         if criteria:
             decoder.unfinished &= ~criteria(so_far(), None)
-        finishing = (ends or criteria) and made % every == 0
-        if known + made >= limit or (finishing and not decoder.unfinished.any()):
+        finishing = (ends or criteria) and generated % every == 0
+        if known + generated >= limit or (finishing and not decoder.unfinished.any()):
             break
         decoder.advance(model, None if choice.pure else so_far())
-        made += 1
+        generated += 1
     if returned:
-        decoder.unload(cache, made - 1)
-    sequences = torch.cat([ids, decoder.made[:, : int(decoder.count)]], dim=1).to(input_ids.device)
+        decoder.unload(cache, generated - 1)
+    sequences = torch.cat([ids, decoder.new_tokens[:, : int(decoder.count)]], dim=1).to(input_ids.device)
     DECODERS[model] = key, decoder  # only now, because concurrent and nested calls need other decoders
     if streamer is not None:
         streamer.end()  # a waiting thread may call `generate` again
@@ -212,8 +212,8 @@ class Decoder:
         self.choice = choice
         self.ends = torch.tensor(choice.ends, dtype=torch.long, device=device)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)  # the newest of each sequence
-        self.made = torch.zeros(batch, new_tokens, dtype=torch.long, device=device)
-        self.count = torch.zeros(1, dtype=torch.long, device=device)  # columns of `made` that are tokens
+        self.new_tokens = torch.zeros(batch, new_tokens, dtype=torch.long, device=device)
+        self.count = torch.zeros(1, dtype=torch.long, device=device)  # number of `new_tokens`
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
         self.padding = torch.zeros(batch, dtype=torch.long, device=device)  # places before the first token
         self.logits: Tensor | None = None
@@ -302,7 +302,7 @@ class Decoder:
         if self.choice.ends:  # transformers fills up nothing without an end token
             token = token.masked_fill(~self.unfinished, self.choice.pad)
         self.token.copy_(token[:, None])
-        self.made.index_copy_(1, self.count, self.token)
+        self.new_tokens.index_copy_(1, self.count, self.token)
         self.count += self.unfinished.any()
         self.unfinished &= ~(token[:, None] == self.ends).any(1)
 

@@ -223,11 +223,11 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and states is None and cu_seqlens is None
         use_cache = use_cache and self.supports_cache and not checkpointing and context_part is None
-        given, caching = past_key_values is not None, past_key_values is not None or use_cache
+        has_cache, caching = past_key_values is not None, past_key_values is not None or use_cache
         custom = self.config.mixer is not None
         conflicts = {
-            "past_key_values: gradient checkpointing would update it twice": given and checkpointing,
-            f"past_key_values: {self.config.mixer} keeps no states": given and not self.supports_cache,
+            "past_key_values: gradient checkpointing would update it twice": has_cache and checkpointing,
+            f"past_key_values: {self.config.mixer} keeps no states": has_cache and not self.supports_cache,
             "a cache with packed documents: set use_cache=False": caching and cu_seqlens is not None,
             "initial states with a cache, or with a mixer that has none": states is not None
             and (caching or not self.supports_cache),

@@ -140,7 +140,7 @@ class FuzzyRecall(Task):
 
         sequence = np.full((n, self.seq_len + 1), self.vocab_size - 1, dtype=np.int64)
         asked = np.zeros_like(sequence, dtype=bool)
-        rows, end, given = np.arange(n), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        rows, end, probed = np.arange(n), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
         known_keys, known_values = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)
 
         def append(place: int, pair: np.ndarray, key: np.ndarray, going: np.ndarray) -> None:
@@ -158,9 +158,9 @@ class FuzzyRecall(Task):
 
         for place, (pair, key) in enumerate(pairs):
             going = end < room
-            due = going & ~given & ((end >= probe_from) | (end + size >= room))
+            due = going & ~probed & ((end >= probe_from) | (end + size >= room))
             pair, key = np.where(due[:, None], probe, pair), np.where(due, probe_key, key)
-            given |= going & (key == probe_key)
+            probed |= going & (key == probe_key)
             pair[key == probe_key] = probe[key == probe_key]
             append(place, pair, key, going)
         append(places, probe, probe_key, np.full(n, True))

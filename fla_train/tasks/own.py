@@ -27,10 +27,10 @@ def check_contract(path: str, task: Task) -> None:
             raise ValueError(f"{path}: sequence 1 differs between batches [0, 1] and [1]: draw by keys alone")
     with _as_line(path, "its metrics"):
         predictions = task.judge(pair.labels.clamp(min=0), pair)
-        found = task.summary(Tally.of(predictions, pair.labels))
+        metrics = task.summary(Tally.of(predictions, pair.labels))
         if task.slice_key is not None:
             tally_by(predictions, pair, task.slice_key)
-    if task.headline not in found:
+    if task.headline not in metrics:
         raise ValueError(f"{path}: summary has no '{task.headline}', the class's headline")
 
 

@@ -45,14 +45,14 @@ class Score:
 
     def scalars(self, task: Task) -> dict[str, float]:
         """Return the task's summary; lists over prefixes keep the entries at powers of two and the last."""
-        found: dict[str, float] = {}
+        scalars: dict[str, float] = {}
         for key, value in task.summary(self.tally).items():
             if isinstance(value, list):
                 lengths = [2**i for i in range(len(value).bit_length()) if 2**i <= len(value)]
-                found |= {f"{key}_{t}": value[t - 1] for t in dict.fromkeys([*lengths, len(value)])}
+                scalars |= {f"{key}_{t}": value[t - 1] for t in dict.fromkeys([*lengths, len(value)])}
             else:
-                found[key] = value
-        return found
+                scalars[key] = value
+        return scalars
 
     def curve(self, task: Task) -> dict[str, str | list[float]]:
         """Return the task's accuracy over prefixes or slices.
@@ -66,5 +66,5 @@ class Score:
             x = sorted(self.slices)
             y = [task.summary(self.slices[value])[task.headline] for value in x]
             n = [self.slices[value].sequences.item() for value in x]
-        found = {"axis": task.slice_key or "prefix", "metric": task.headline, "x": x, "y": y, "n": n}
-        return found | {"chance": task.chance_by_prefix}
+        curve = {"axis": task.slice_key or "prefix", "metric": task.headline, "x": x, "y": y, "n": n}
+        return curve | {"chance": task.chance_by_prefix}

@@ -225,13 +225,13 @@ class Agent(server.SimpleElasticAgent):
             common |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._step, self.begun = self._newest_step(), True
         for worker in worker_group.workers:
-            own = {
+            variables = {
                 "RANK": str(worker.global_rank),
                 "LOCAL_RANK": str(worker.local_rank),
                 "WORLD_SIZE": str(worker.world_size),
                 "TORCHELASTIC_ERROR_FILE": str(self._error_file(worker.local_rank)),
             }
-            self._workers.append(start_worker(self._command, os.environ | common | own))
+            self._workers.append(start_worker(self._command, os.environ | common | variables))
         end_waiting_workers()
         self._signals.workers = self._workers
         return {rank: process.pid for rank, process in enumerate(self._workers)}

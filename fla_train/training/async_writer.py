@@ -93,10 +93,10 @@ class AsyncWriter:
         )
         theirs.close()
 
-    def start(self, save: Save, beside: bytes) -> None:
-        """Start to write `save`. `beside` holds the bytes that are not in the staging buffer."""
+    def start(self, save: Save, unstaged: bytes) -> None:
+        """Start to write `save`. `unstaged` holds the bytes that are not in the staging buffer."""
         self._busy = True
-        self._send((save, beside))
+        self._send((save, unstaged))
 
     def others_are_done(self, error: str | None) -> None:
         """Tell rank 0's writer that the other ranks have written their files, or why one failed."""
@@ -128,7 +128,7 @@ class AsyncWriter:
             self._connection.send(message)
 
 
-def write(save: Save, staging: int, beside: bytes, trainer: Connection) -> str | None:
+def write(save: Save, staging: int, unstaged: bytes, trainer: Connection) -> str | None:
     """Write this rank's files. Rank 0 also completes the checkpoint and deletes old ones.
 
     Returns:
@@ -144,7 +144,7 @@ def write(save: Save, staging: int, beside: bytes, trainer: Connection) -> str |
         if save.rank == 0:
             checkpoint.CheckpointStore(folder).clean(keep=save.attempt)
         writing.mkdir(exist_ok=True)
-        sources = memoryview(beside), memoryview(mmap.mmap(staging, 0, prot=mmap.PROT_READ))
+        sources = memoryview(unstaged), memoryview(mmap.mmap(staging, 0, prot=mmap.PROT_READ))
         with ThreadPoolExecutor(len(save.files)) as pool:
             entries = pool.map(lambda f: _write_file(writing / f, save.files[f], sources), save.files)
             files = dict(zip(save.files, entries, strict=True))

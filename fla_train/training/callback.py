@@ -143,9 +143,9 @@ def make_callbacks(entries: Sequence[str | Mapping[str, Any]]) -> list[Callback]
         path = str(options.pop("class", ""))
         if ":" not in path:
             raise ValueError(f"{entry} names no class: write package.module:Class, or a mapping with class")
-        made = import_class(path, Callback, "fla_train.training.callback.Callback")
+        callback_class = import_class(path, Callback, "fla_train.training.callback.Callback")
         try:
-            callback = made(**options)
+            callback = callback_class(**options)
         except Exception as error:
             raise ValueError(f"{path}: its constructor raised {described(error)}") from error
         earlier = sum(other.name.partition("#")[0] == path for other in callbacks)

@@ -74,10 +74,10 @@ class CheckpointManager:
         self._step, self._error, self._agreed, self._reported = state.step, None, False, False
         attempt = f"{WRITING}{folder_name(state.step)}-{self._run}-{next(self._attempts)}"
         try:
-            segments, beside = self._staging.stage(self._content(state, features or {}))
+            segments, unstaged = self._staging.stage(self._content(state, features or {}))
             content = {"step": state.step, "world_size": self._world}
             save = Save(self._folder, attempt, self._rank, segments, content, self._keep, self._keep_every)
-            self._pending = save, beside
+            self._pending = save, unstaged
             if self._writer is None or self._writer.process.poll() is not None:
                 self._writer = AsyncWriter(self._staging.descriptor, self._rank)
         except OSError as failure:
@@ -119,13 +119,13 @@ class CheckpointManager:
 
         The fp32 masters are left out, because the weights are fp32 too.
         """
-        own = {
+        shard = {
             "optimizer": self._engine.optimizer.optimizer.state_dict(),
             "fragments": fragments_of(self._engine),
             "random": random_states(),
             "features": dict(features),
         }
-        files: dict[str, object] = {rank_file(self._rank): own}
+        files: dict[str, object] = {rank_file(self._rank): shard}
         if self._rank == 0:
             files[STATE] = (json.dumps(asdict(state), indent=2) + "\n").encode()
             files[WEIGHTS] = self._engine.module.state_dict()

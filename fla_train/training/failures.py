@@ -73,12 +73,12 @@ def describe_failure(failure: BaseException, config: "TrainConfig | None" = None
         One line, and whether the failure is final: a restart would fail in this way again.
     """
     if (memory := _out_of_memory(failure)) is not None:
-        return _of_memory(memory, config), True
+        return _memory_advice(memory, config), True
     line = " ".join(str(failure).split())
     final = isinstance(failure, ValueError | TrainingStopped) and not isinstance(failure, Interrupted)
-    ours = final or type(failure).__module__.startswith("fla_train.")  # our messages need no class
+    clear = final or type(failure).__module__.startswith("fla_train.")  # our messages need no class
     name = type(failure).__name__
-    return (line or name) if ours else f"{name}: {line}".removesuffix(": "), final
+    return (line or name) if clear else f"{name}: {line}".removesuffix(": "), final
 
 
 def describe_exit(code: int) -> str:
@@ -104,7 +104,7 @@ def _out_of_memory(failure: BaseException) -> str | None:
     return None
 
 
-def _of_memory(text: str, config: "TrainConfig | None") -> str:
+def _memory_advice(text: str, config: "TrainConfig | None") -> str:
     on_gpu = GPU.search(text) is not None
     line = "out of GPU memory" if on_gpu else "out of host memory"
     if size := ALLOCATION.search(text):

@@ -17,7 +17,7 @@ REPEAT = 1.0  # seconds until a request is sent again
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
-def answer(handler: Handler) -> dict[int, Handler]:
+def install(handler: Handler) -> dict[int, Handler]:
     """Install `handler` for SIGNALS and return the previous handlers. Only the main thread may call it.
 
     It also unblocks the signals, because a process inherits blocked signals and would never receive them. An
@@ -30,7 +30,7 @@ def answer(handler: Handler) -> dict[int, Handler]:
 
 
 def restore(handlers: dict[int, Handler]) -> None:
-    """Restore the handlers that `answer` replaced. Signals stay unblocked."""
+    """Restore the handlers that `install` replaced. Signals stay unblocked."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -39,20 +39,20 @@ class StopRequest:
     """Receive requests to stop in this process at any time."""
 
     def __init__(self) -> None:
-        self._made = False
-        answer(self._handle)
+        self._arrived = False
+        install(self._handle)
 
-    def made(self) -> bool:
+    def arrived(self) -> bool:
         """Return whether a request has arrived.
 
         It reinstalls the handlers each time: LLVM, with which Triton compiles, replaces them when a process
         compiles its first kernel, and SIGUSR1 would be lost.
         """
-        answer(self._handle)
-        return self._made
+        install(self._handle)
+        return self._arrived
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._made = True
+        self._arrived = True
 
 
 class Preempted(BaseException):
@@ -78,11 +78,11 @@ class StopSignals:
     def __init__(self) -> None:
         self.workers: Sequence[Popen] = ()
         self.requested = False
-        self._interrupted, self._told = False, False
+        self._interrupted, self._announced = False, False
         self._sent = 0.0
 
     def __enter__(self) -> Self:
-        self._previous = answer(self._handle) | {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
+        self._previous = install(self._handle) | {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,8 +91,8 @@ class StopSignals:
     def repeat(self) -> None:
         """Send the request again after a second, because a worker that was compiling may have missed it."""
         # Print outside the handler, which may interrupt another print.
-        if self._interrupted and not self._told:
-            self._told = True
+        if self._interrupted and not self._announced:
+            self._announced = True
             log("stopping     saving a checkpoint in a few steps; Ctrl-C again quits at once")
         if self.requested and time.monotonic() - self._sent >= REPEAT:
             self._send()
@@ -118,7 +118,7 @@ def leaving_at_once() -> Iterator[None]:
 
     After `Preempted` SIGNALS are ignored, because another signal would change the exit status.
     """
-    previous = answer(_leave)
+    previous = install(_leave)
     try:
         yield
     except Preempted:
@@ -129,5 +129,5 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    answer(signal.SIG_IGN)
+    install(signal.SIG_IGN)
     raise Preempted

@@ -85,9 +85,9 @@ def interface_towards(host: str) -> str | None:
     Raises:
         ValueError: `host` does not resolve.
     """
-    own = _own_address(host)
+    address = _own_address(host)
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if own in {a.address for a in addresses}), None)
+    return next((name for name, addresses in interfaces if address in {a.address for a in addresses}), None)
 
 
 def is_own_address(host: str) -> bool:

@@ -128,8 +128,8 @@ def _record(plan: RunPlan, folder: RunFolder, resume: Path | None, log: Callable
     write_whole(folder.environment, json.dumps(environment, indent=2) + "\n")
     state = TrainState() if resume is None else read_state(resume)
     if folder.id() is None:
-        own = resume is not None and folder.owns(resume)
-        write_whole(folder.run_id, (state.run if own else None) or secrets.token_hex(8))
+        continued = resume is not None and folder.owns(resume)
+        write_whole(folder.run_id, (state.run if continued else None) or secrets.token_hex(8))
     world = plan.config.launch.num_processes
     folder.record_start(state.step, state.tokens, world)
     with suppress(OSError):

@@ -215,10 +215,8 @@ class Trainer:
             self.checkpoints.finish_copy()
         for feature in self.features:
             feature.before_step(step, micro_batches)
-        rate = self.schedule(step)
-        outcome = train_step(
-            self.engine, micro_batches, rate, self.bad_steps, stop=self.request.made(), features=self.features
-        )
+        rate, stop, features = self.schedule(step), self.request.arrived(), self.features
+        outcome = train_step(self.engine, micro_batches, rate, self.bad_steps, stop=stop, features=features)
         metrics: dict[str, Tensor | float] = {}
         for feature in self.features:
             feature.after_step(step, metrics)

@@ -20,9 +20,9 @@ def main() -> None:
     end_without_collecting()
     # Handle requests before the imports, which take seconds.
     request = StopRequest()
-    given = wait_for_arguments()
+    sent = wait_for_arguments()
     timeline = Timeline(float(os.environ[BEGAN]))
-    timeline.mark("launcher", at=given)
+    timeline.mark("launcher", at=sent)
     try:
         from fla_train.training.plan import read_plan
         from fla_train.training.rank import run

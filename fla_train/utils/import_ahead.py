@@ -66,7 +66,7 @@ def wait_for_arguments() -> float:
     Returns:
         Unix time at which the launcher gave them.
     """
-    given = time.time()
+    begun = time.time()
     # Collecting garbage while importing would cost a seventh of the time, and afterwards 0.3 s at once.
     gc.disable()
     # The worker repeats a failed import later and logs its error.
@@ -75,7 +75,7 @@ def wait_for_arguments() -> float:
     gc.freeze()
     gc.enable()
     if len(sys.argv) > 1:
-        return given
+        return begun
     line = sys.stdin.readline()
     if not line:
         sys.exit()  # the launcher does not need this worker, or has ended

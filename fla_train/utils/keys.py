@@ -95,12 +95,12 @@ def _rules(config_type: type, kind: str) -> dict[str, Any]:
     def collect(section: type, prefix: str, inherited: Any) -> Iterator[tuple[str, Any]]:
         types = get_type_hints(section)
         for entry in fields(section):
-            name, own = f"{prefix}{entry.name}", entry.metadata.get(kind, inherited)
-            yield name, own
+            name, value = f"{prefix}{entry.name}", entry.metadata.get(kind, inherited)
+            yield name, value
             for inner, inner_rule in entry.metadata.get("keys", {}).get(kind, {}).items():
                 yield f"{name}.{inner}", inner_rule
             for inner_type in filter(is_dataclass, get_args(types[entry.name]) or (types[entry.name],)):
-                yield from collect(inner_type, f"{name}.", own)
+                yield from collect(inner_type, f"{name}.", value)
 
     return {"": None, **dict(collect(config_type, "", None))}
 

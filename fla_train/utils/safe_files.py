@@ -81,15 +81,15 @@ def _parse(parse: Callable[[str], Any], content: str | bytes, most: int, name: o
     try:
         if len(content) > most:
             raise ValueError(f"more than {most:,} bytes")
-        found = parse(content if isinstance(content, str) else content.decode())
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds {type(found).__name__} instead of a mapping")
-        _check_depth(found, DEEPEST)
+        mapping = parse(content if isinstance(content, str) else content.decode())
+        if not isinstance(mapping, dict):
+            raise ValueError(f"it holds {type(mapping).__name__} instead of a mapping")
+        _check_depth(mapping, DEEPEST)
     except RecursionError:
         raise ValueError(f"{name} is damaged: it is nested too deeply") from None
     except (ValueError, TypeError) as failure:
         raise ValueError(f"{name} is damaged: {' '.join(str(failure).split())}") from failure
-    return found
+    return mapping
 
 
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -99,10 +99,10 @@ class _Loader(_SafeLoader):
     """Load YAML as Hydra reads it: no duplicate keys, `1e-3` is a number, a date is text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
             raise ValueError(f"line {node.start_mark.line + 1} begins a mapping that has a key twice")
-        return found
+        return mapping
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)

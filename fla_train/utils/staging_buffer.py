@@ -68,7 +68,7 @@ class StagingBuffer:
         segments = {name: recorder.record(content) for name, content in copied.items()}
         staged = {begin for parts in segments.values() for is_staged, begin, _ in parts if is_staged}
         assert staged == set(offsets.values()), "torch.save wrote copies of the tensors"
-        return segments, bytes(recorder.beside)
+        return segments, bytes(recorder.unstaged)
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
@@ -128,7 +128,7 @@ class _Recorder:
     def __init__(self, address: int, size: int):
         self._address, self._size = address, size
         self._segments: list[Segment] = []
-        self.beside = bytearray()  # bytes that are not in the buffer
+        self.unstaged = bytearray()  # bytes that are not in the buffer
 
     def record(self, content: object) -> list[Segment]:
         """Return the segments of the file that holds `content`."""
@@ -145,11 +145,11 @@ class _Recorder:
         if 0 <= begin < self._size:
             self._segments.append((True, begin, len(data)))
         else:
-            start, before = len(self.beside), 0
+            start, before = len(self.unstaged), 0
             if self._segments and not self._segments[-1][0]:
                 _, start, before = self._segments.pop()
             self._segments.append((False, start, before + len(data)))
-            self.beside += data
+            self.unstaged += data
         return len(data)
 
     def flush(self) -> None:

@@ -284,8 +284,8 @@ def _chunk_backward_op(
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:-1]]
     with torch.enable_grad():
         outputs = _ChunkDeltaProduct.apply(*leaves, inputs[-1], scale, qk_l2norm)
-    found = torch.autograd.grad(outputs, [x for x in leaves if x is not None], (do, dfinal_state))
-    return [x.contiguous() for x in found]
+    gradients = torch.autograd.grad(outputs, [x for x in leaves if x is not None], (do, dfinal_state))
+    return [x.contiguous() for x in gradients]
 
 
 @_chunk_backward_op.register_fake

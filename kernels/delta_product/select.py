@@ -212,9 +212,9 @@ def _select(sizes: Sizes, override: Override) -> Selection:
     narrow = hopper or (None if hopper_keys(key_dim) else "Hopper's takes K from 64 to 128 in steps of 8")
 
     def choose(kernel: str, obstacle: str | None) -> KernelChoice:
-        given = getattr(options, kernel)
-        plain = {name: value for name, value in given.items() if name != "gluon"}
-        if "gluon" not in given:
+        settings = getattr(options, kernel)
+        plain = {name: value for name, value in settings.items() if name != "gluon"}
+        if "gluon" not in settings:
             return KernelChoice(False, plain, source)
         return KernelChoice(obstacle is None, plain, obstacle or "the launch options ask for it")
 

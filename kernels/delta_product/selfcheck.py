@@ -135,7 +135,7 @@ def check_backend(
     backend = resolve_backend(backend, device)
     rows: list[Row] = []
     failure = None
-    given = [
+    prepared = [
         (case, make_inputs(case, dtype, case.head_dims or head_dims, seed)) for seed, case in enumerate(cases)
     ]
 
@@ -149,10 +149,10 @@ def check_backend(
         from fla_train.kernels.precompile import precompile  # loads Triton
 
         # Where sequences are split, a kernel writes indices by which torch selects states.
-        whole = [(case, inputs) for case, inputs in given if case.segment_chunks is None]
+        whole = [(case, inputs) for case, inputs in prepared if case.segment_chunks is None]
         with suppress(Exception):  # which comes again below
             precompile(lambda: [run(case, inputs) for case, inputs in whole], cores_of_rank())
-    for case, inputs in given:
+    for case, inputs in prepared:
         exact = {name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}
         reference = evaluate(exact, "recurrent", final_state=case.final_state)
         try:
@@ -162,10 +162,10 @@ def check_backend(
             failure = f"{case.name}: {type(error).__name__}: {message[0]}"
             break
         for name, expected in reference.items():
-            found = [
+            errors = [
                 relative_rms(x, expected) for x in results[name].chunk(num_copies(case, backend, device))
             ]
-            error = torch.tensor(found).max().item()  # of the worst copy, NaN if one has a NaN
+            error = torch.tensor(errors).max().item()  # of the worst copy, NaN if one has a NaN
             rows.append(Row(case.name, name, error, _tolerance(name, backend, dtype, case)))
     return CheckReport(backend, str(device), dtype, tuple(rows), failure)
 
@@ -220,15 +220,15 @@ def evaluate(
         if inputs.get(name) is not None
     }
     outputs = delta_product(**{**inputs, **leaves}, output_final_state=final_state, backend=backend)
-    found = {name: x for name, x in zip(("o", "final_state"), outputs, strict=True) if x is not None}
+    results = {name: x for name, x in zip(("o", "final_state"), outputs, strict=True) if x is not None}
     generator = torch.Generator().manual_seed(0)
     loss = 0.0
-    for x in found.values():
+    for x in results.values():
         x = x.unflatten(0, (copies, -1))
         weights = torch.randn(x.shape[1:], generator=generator).bfloat16()  # the same numbers in every dtype
-        loss = loss + (x * weights.to(x)).sum(dtype=compute_dtype(found["o"]))
+        loss = loss + (x * weights.to(x)).sum(dtype=compute_dtype(results["o"]))
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return {name: x.detach() for name, x in found.items()} | {
+    return {name: x.detach() for name, x in results.items()} | {
         f"d{name}": grad for name, grad in zip(leaves, gradients, strict=True)
     }
 

@@ -119,9 +119,9 @@ def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
     if resolve_backend(backend, gate_up) == "torch":
         gate, up = gate_up.float().chunk(2, -1)
         y = F.silu(gate) * up
-        scale, found = scale_of(y.abs().amax(), E4M3)
+        scale, factor = scale_of(y.abs().amax(), E4M3)
         data.copy_(y.bfloat16() * scale)
-        inverse.copy_(found)
+        inverse.copy_(factor)
     else:
         gate_up = gate_up.contiguous()
         largest = _empty_amax(gate_up)
@@ -153,10 +153,10 @@ def cast_swiglu_backward(
         sigmoid, silu = gate.sigmoid(), F.silu(gate)
         dy = dy.float()
         dx = torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
-        scale, found = scale_of(dx.abs().amax(), dtype)
+        scale, factor = scale_of(dx.abs().amax(), dtype)
         d.data.copy_(dx.bfloat16() * scale)
         d.transposed.copy_(d.data.t())
-        d.inverse.copy_(found)
+        d.inverse.copy_(factor)
         y_transposed.copy_(((silu * up).bfloat16() / inverse).t())
     else:
         gate_up, dy = gate_up.contiguous(), dy.contiguous()

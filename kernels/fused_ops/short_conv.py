@@ -172,8 +172,8 @@ class _ShortConvolutionOfParts(torch.autograd.Function):
         with torch.enable_grad():
             outputs = _torch_short_convolution(first.float(), weight.detach().float(), head, start)
             last = _last_inputs(end, history, tail, start)
-            given = dy[:, :history].float(), dlast.float()
-            dend, dbefore = torch.autograd.grad((outputs, last), (end, start), given)
+            gradients = dy[:, :history].float(), dlast.float()
+            dend, dbefore = torch.autograd.grad((outputs, last), (end, start), gradients)
         dx_rows[:, -history:] += dend
         return dx, dweight, None, dbefore.to(before.dtype)
 

@@ -55,10 +55,10 @@ def main(checkpoint: str, file: str, length: int) -> None:
     if not documents:
         sys.exit(f"error: no document of {file} has {length} tokens")
     sizes = [1 << i for i in range((length - 1).bit_length())]
-    found = effective_remembrance(model, documents, sizes, document_prefix(model, tokenizer))
-    errors = found.std(0) / len(found) ** 0.5  # NaN for one document
+    remembrance = effective_remembrance(model, documents, sizes, document_prefix(model, tokenizer))
+    errors = remembrance.std(0) / len(remembrance) ** 0.5  # NaN for one document
     print("last_tokens,effective_remembrance,standard_error")
-    for size, mean, error in zip(sizes, found.mean(0).tolist(), errors.tolist(), strict=True):
+    for size, mean, error in zip(sizes, remembrance.mean(0).tolist(), errors.tolist(), strict=True):
         print(f"{size},{mean:.4f},{error:.4f}")
 
 

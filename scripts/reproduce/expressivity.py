@@ -60,11 +60,11 @@ def runs(*, paper_steps: bool = False, seeds: Sequence[int] = SEEDS) -> Iterator
                     *([] if paper_steps else content.get("fast", {}).get(column, [])),
                 ]
                 cell = cell_name(name, row, column)
-                found = [(f"{cell}/seed-{seed}", [*overrides, f"seed={seed}"]) for seed in seeds]
+                of_cell = [(f"{cell}/seed-{seed}", [*overrides, f"seed={seed}"]) for seed in seeds]
                 if any(fnmatch(cell, f"*{claim}*") for claim in table["claims"]):
-                    yield from found
+                    yield from of_cell
                 else:
-                    rest += found
+                    rest += of_cell
     yield from rest
 
 
@@ -133,11 +133,11 @@ def published(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value or "")
 
 
-def markdown(found: Mapping[str, Mapping[str, Mapping[str, list]]]) -> str:
+def markdown(scores: Mapping[str, Mapping[str, Mapping[str, list]]]) -> str:
     """Return one Markdown table for each of the papers' that has a tested run."""
     lines = ["Best of the seeds (median; worst). `yes` and `no`: the paper gives only a figure."]
     for name, table in read_tables().items():
-        if not any(tests for cells in found[name].values() for tests in cells.values()):
+        if not any(tests for cells in scores[name].values() for tests in cells.values()):
             continue
         header = [text for column in table["columns"] for text in (f"{column}: paper", "ours")]
         lines += ["", f"## {table['title']}", "", f"Paper: {table['source']}.", ""]
@@ -145,7 +145,7 @@ def markdown(found: Mapping[str, Mapping[str, Mapping[str, list]]]) -> str:
         for row, content in table["rows"].items():
             cells = [
                 text
-                for value, tests in zip(content["published"], found[name][row].values(), strict=True)
+                for value, tests in zip(content["published"], scores[name][row].values(), strict=True)
                 for text in (published(value), show(tests))
             ]
             if any(cells):
@@ -166,9 +166,9 @@ def main(arguments: Sequence[str]) -> None:
         chosen = {name: o for name, o in runs(paper_steps=request.paper_steps) if fnmatch(name, request.only)}
         yaml.safe_dump({"runs": chosen}, sys.stdout, sort_keys=False, width=1000)
     else:
-        found = results(request.folder)
-        (request.folder / "tables.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
-        (request.folder / "tables.md").write_text(markdown(found))
+        scores = results(request.folder)
+        (request.folder / "tables.json").write_text(json.dumps(scores, separators=(",", ":")) + "\n")
+        (request.folder / "tables.md").write_text(markdown(scores))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,6 @@ from fla_train.training.preemption import StopRequest
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 request = StopRequest()
 os.kill(os.getpid(), signal.SIGHUP)
-print(request.made())
+print(request.arrived())
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

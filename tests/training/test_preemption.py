@@ -75,9 +75,9 @@ def kernel(x):
 
 request = StopRequest()
 triton.compile(ASTSource(kernel, {"x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
-assert not request.made()  # The trainer asks after each step.
+assert not request.arrived()  # The trainer asks after each step.
 os.kill(os.getpid(), signal.SIGUSR1)
-assert request.made()
+assert request.arrived()
 """
 
 

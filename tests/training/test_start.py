@@ -88,7 +88,7 @@ def test_what_is_not_needed_is_not_imported(
 def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:
     """Return the description of the error on a rank, and whether it is final."""
     report = CheckReport("chunk", "cpu", torch.float32, (), failure="no such instruction")
-    request = SimpleNamespace(made=lambda: False)
+    request = SimpleNamespace(arrived=lambda: False)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as refused:
         patch.setattr(rank, "check_backend", lambda *_, **__: report)
         rank.train(plan, io.StringIO(), request, Timeline())

@@ -142,4 +142,4 @@ def train_plan(file: Path) -> None:
 
     plan = read_plan(file)
     with (Path(plan.config.run.dir) / "train.log").open("a") as log:
-        rank.train(plan, log, SimpleNamespace(made=lambda: False), Timeline())
+        rank.train(plan, log, SimpleNamespace(arrived=lambda: False), Timeline())

@@ -18,11 +18,11 @@ def buffer() -> Iterator[StagingBuffer]:
     buffer.close()
 
 
-def load(buffer: StagingBuffer, segments: list, beside: bytes) -> object:
+def load(buffer: StagingBuffer, segments: list, unstaged: bytes) -> object:
     """Return the content of the file that the writer makes of `segments`."""
     buffer.wait()
     parts = [
-        os.pread(buffer.descriptor, length, begin) if staged else beside[begin : begin + length]
+        os.pread(buffer.descriptor, length, begin) if staged else unstaged[begin : begin + length]
         for staged, begin, length in segments
     ]
     return torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
@@ -42,31 +42,31 @@ def test_every_kind_of_tensor_comes_back(buffer: StagingBuffer, device: str):
     content = {
         key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in content.items()
     }
-    files, beside = buffer.stage({"a": content, "b": {"other": content["large"][1:]}})
-    copy = load(buffer, files["a"], beside)
+    files, unstaged = buffer.stage({"a": content, "b": {"other": content["large"][1:]}})
+    copy = load(buffer, files["a"], unstaged)
     for key, value in content.items():
         if isinstance(value, torch.Tensor):
             assert copy[key].dtype == value.dtype and torch.equal(copy[key], value.cpu()), key
     assert torch.equal(copy["nested"][0][0], torch.arange(7)) and copy["nested"][1] == {"lr": 0.1}
-    assert torch.equal(load(buffer, files["b"], beside)["other"], content["large"][1:].cpu())
+    assert torch.equal(load(buffer, files["b"], unstaged)["other"], content["large"][1:].cpu())
     # Large tensors are in the buffer only, and `bytes` are the file itself.
-    assert len(beside) < 20_000
-    segments, beside = buffer.stage({"text": b"as it is"})
-    assert beside == b"as it is" and segments == {"text": [(False, 0, 8)]}
+    assert len(unstaged) < 20_000
+    segments, unstaged = buffer.stage({"text": b"as it is"})
+    assert unstaged == b"as it is" and segments == {"text": [(False, 0, 8)]}
 
 
 def test_copies_share_memory_where_the_originals_do_and_are_made_in_place(buffer: StagingBuffer):
     flat = torch.arange(6.0)
     content = {"tied": [flat[:4], flat[:4]], "other": flat[2:]}
-    files, beside = buffer.stage({"a": content})
-    tied = load(buffer, files["a"], beside)["tied"]
+    files, unstaged = buffer.stage({"a": content})
+    tied = load(buffer, files["a"], unstaged)["tied"]
     assert tied[0].data_ptr() == tied[1].data_ptr() and torch.equal(tied[0], torch.arange(4.0))
     size = os.fstat(buffer.descriptor).st_size
     flat.add_(1.0)
-    again, beside_again = buffer.stage({"a": content})
+    again, unstaged_again = buffer.stage({"a": content})
     assert again == files and os.fstat(buffer.descriptor).st_size == size
-    assert torch.equal(load(buffer, again["a"], beside_again)["other"], flat[2:])
+    assert torch.equal(load(buffer, again["a"], unstaged_again)["other"], flat[2:])
 
     larger = torch.arange(10_000.0)
-    files, beside = buffer.stage({"a": larger})
-    assert torch.equal(load(buffer, files["a"], beside), larger)
+    files, unstaged = buffer.stage({"a": larger})
+    assert torch.equal(load(buffer, files["a"], unstaged), larger)

@@ -45,10 +45,10 @@ def split_batch(whole: Batch, context: ContextGroup) -> Batch:
     from fla_train.models.loss import next_tokens
 
     length = whole.input_ids.shape[1] // context.size
-    own = slice(context.rank * length, (context.rank + 1) * length)
+    columns = slice(context.rank * length, (context.rank + 1) * length)
     return whole._replace(
-        input_ids=whole.input_ids[:, own].contiguous(),
+        input_ids=whole.input_ids[:, columns].contiguous(),
         labels=None,
-        shift_labels=next_tokens(whole.labels)[:, own].contiguous(),
+        shift_labels=next_tokens(whole.labels)[:, columns].contiguous(),
         context_part=ContextPart.of(context, length, whole.cu_seqlens),
     )

@@ -222,8 +222,8 @@ class TaskEvaluation(Evaluation):
 
     def commands(self) -> list[list[str]]:
         kind, checkpoint = self._config.kind, f"checkpoint={self.trainer.folder.root}"
-        own = [f"suite.expressivity.task={kind}"] if is_own(kind) else []
-        return [["fla-eval", checkpoint, "suite=expressivity", *self._naming(), *own]]
+        option = [f"suite.expressivity.task={kind}"] if is_own(kind) else []
+        return [["fla-eval", checkpoint, "suite=expressivity", *self._naming(), *option]]
 
 
 @torch.no_grad()
