@@ -123,7 +123,8 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
         for content in value:
             yield from _value_errors(name, content, metadata)
     elif choices and value is not None and value not in choices and not (classes and ":" in value):
-        yield f"{name}={value} must be one of {', '.join(str(choice).lower() for choice in choices)}"
+        words = ", ".join(str(choice).lower() for choice in choices)
+        yield f"{name}={value} must be one of {words}{', or package.module:Name' * bool(classes)}"
     elif limits and isinstance(value, str) and value != AUTO:
         yield f"{name}={value} must be a number, or auto"
     elif isinstance(value, float) and not math.isfinite(value):
