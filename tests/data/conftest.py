@@ -10,22 +10,8 @@ import zstandard
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
 
-WORDS = [
-    "state",
-    "delta",
-    "gate",
-    "é",
-    "日本",
-    "\n\n",
-    "  ",
-    "\t",
-    "😀",
-    "</s>",
-    "<eos>",
-    "return x",
-    "'s",
-    "0.5",
-]
+WORDS = ["state", "delta", "gate", "é", "日本", "\n\n", "  ", "\t", "😀"]
+WORDS += ["</s>", "<eos>", "return x", "'s", "0.5"]
 
 
 @pytest.fixture(scope="session")
@@ -67,24 +53,13 @@ def write_jsonl(path, rows):
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def write_mirror(folder, rows, layout):
-    """A copy of a dataset of the papers' recipes as the Hub has it; returns its configuration."""
-    half = len(rows) // 2
+def write_mirror(folder, rows, ending):
+    """A copy of a dataset of the Hub, packed as SlimPajama (zst) or as C4 (gz)."""
+    pack, half = {"zst": zstandard.compress, "gz": gzip.compress}[ending], len(rows) // 2
+    (folder / "train").mkdir(parents=True, exist_ok=True)
     for number, part in enumerate((rows[:half], rows[half:])):
         lines = "".join(json.dumps({"text": row["text"]}) + "\n" for row in part).encode()
-        if layout == "SlimPajama":  # cerebras/SlimPajama-627B
-            file, packed = folder / "train" / f"chunk_{number}.jsonl.zst", zstandard.compress(lines)
-        else:  # allenai/c4
-            file, packed = folder / "en" / f"c4-train.0000{number}-of-00002.json.gz", gzip.compress(lines)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(packed)
-    if layout == "SlimPajama":
-        return None
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: en\n  data_files:\n"
-        "  - split: train\n    path: en/c4-train.*.json.gz\n---\n"
-    )
-    return "en"
+        (folder / "train" / f"chunk_{number}.jsonl.{ending}").write_bytes(pack(lines))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -240,28 +241,15 @@ def test_killed_at_random_moments_with_processes(tmp_path, local):
     while len(list((tmp_path / "killed").glob(".building-*/*.bin"))) < 7:
         assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
+    workers = psutil.Process(process.pid).children()
     process.kill()
     process.join()
     names = [path.name for path in (tmp_path / "killed").glob(".building-*/*.bin")]
     lines = []
     assert contents(quiet(killed, lines.append).folder) == contents(quiet(large).folder)
     assert "resuming" in lines[0] and len(names) >= 7
-    deadline = time.monotonic() + 10
-    while _children() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _children()  # no process outlives its parent
-
-
-def _children():
-    """Processes that tokenize, of anybody's tests in this folder."""
-    ours = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"spawn_main" in (entry / "cmdline").read_bytes() and (entry / "cwd").samefile("."):
-                ours.append(int((entry / "stat").read_text().split()[3]))
-        except OSError:
-            continue
-    return [parent for parent in ours if parent == 1]
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert len(workers) >= 2 and not alive  # no process outlives its parent
 
 
 @pytest.mark.slow

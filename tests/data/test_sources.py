@@ -74,21 +74,21 @@ def test_hub_stream_of_a_local_copy(tmp_path, local, documents):
     assert "no column 'content'" in refusal(texts, replace(hub, text_column="content"))
 
 
-@pytest.mark.parametrize("layout", ["SlimPajama", "c4"])
-def test_hub_stream_of_other_formats(tmp_path, local, documents, layout, monkeypatch):
+@pytest.mark.parametrize("ending", ["zst", "gz"])
+def test_hub_stream_of_other_formats(tmp_path, local, documents, ending, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    name = write_mirror(tmp_path / "copy", documents, layout)
-    mirror = replace(local, source="hub", path="~/copy", name=name)
+    write_mirror(tmp_path / "copy", documents, ending)
+    mirror = replace(local, source="hub", path="~/copy")
     assert texts(mirror) == [document["text"] for document in documents]
     before = open_source(mirror).description
     (tmp_path / "copy" / "README.md").write_text("Another word on the card.")
     assert open_source(mirror).description == before
-    write_mirror(tmp_path / "copy", documents[1:], layout)
+    write_mirror(tmp_path / "copy", documents[1:], ending)
     assert open_source(mirror).description != before
 
 
 def test_errors_of_a_copy_are_final_and_those_of_the_hub_are_not(tmp_path, local, documents, monkeypatch):
-    write_mirror(tmp_path / "copy", documents, "SlimPajama")
+    write_mirror(tmp_path / "copy", documents, "zst")
     copy = replace(local, source="hub", path=str(tmp_path / "copy"))
     with pytest.raises(ValueError, match="Bad split: test") as error:
         texts(replace(copy, split="test"))

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,12 @@ from types import SimpleNamespace
 
 import nltk
 import pytest
-import torch
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
 from fla_train.data.tokenizers import encode
 from fla_train.eval import needle
 from fla_train.eval.config import NEEDLE_PROMPTS, NEEDLE_TASKS, NeedleConfig
 from fla_train.eval.needle import NOISE, PROMPTS, Haystack, make_sample, needle_jobs
-from fla_train.eval.parallel import Ranks
 from fla_train.eval.result import EvalResult
 from fla_train.eval.session import Session
 from tests.eval.conftest import measure
@@ -123,33 +120,3 @@ def test_what_has_been_asked_is_not_asked_again(asked, build_model, tokenizer, t
     assert prints[0][0] == prints[1][0] and not set(prints[0][1:]) & set(prints[1][1:])
     with pytest.raises(ValueError, match=r"suite\.needle\.essays.*absent"):
         run([1500], essays=str(tmp_path / "absent.jsonl"))
-
-
-def test_two_ranks_find_what_one_finds(asked, build_model, tokenizer, tmp_path: Path, monkeypatch) -> None:
-    """With an odd number of samples. The ranks are threads."""
-    barrier, slots, model = threading.Barrier(2), [None] * 2, build_model()
-
-    def all_gather_object(values: list, value: object) -> None:
-        slots[int(threading.current_thread().name)] = value
-        barrier.wait(60)
-        values[:] = slots
-        barrier.wait(60)
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    config = NeedleConfig(tasks=["niah_single_1"], prompts=["ruler"], lengths=[900], samples=5)
-    found: dict[tuple[int, int], EvalResult] = {}
-
-    def run(rank: int, world: int) -> None:
-        ranks = Ranks(rank, world)
-        jobs = needle_jobs(Session(model, tokenizer, ranks=ranks), config)
-        found[rank, world] = measure(jobs, tmp_path / f"parts-{world}", ranks)
-
-    run(0, 1)
-    threads = [threading.Thread(target=run, args=(rank, 2), name=str(rank)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(asked) == 10 and set(asked[:5]) == set(asked[5:])
-    assert found[0, 1].scores == found[0, 2].scores == found[1, 2].scores
-    assert list(found[0, 1].scores[0].by_document) == [1, 1, 0, 0, 0]

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.gpu
 SIZE = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_heads": 4}
 LARGE = {"initializer_range": 0.1}  # weights at which every part bears on the logits
 HEADS = {"head_dim": 64, "expand_v": 1.0}
-GATES = {"use_forget_gate": True, "allow_neg_eigval": True}
+GATES = {"use_forget_gate": True, "use_output_gate": False, "allow_neg_eigval": True}
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
+WINDOWS = [{"layers": [1], **ATTENTION}, {"layers": [2], **ATTENTION, "window_size": 32}]
 CELLS: dict[str, dict[str, Any]] = {
     "delta_net": {"model_type": "delta_net"},
     "delta_net_gate": {
@@ -27,18 +28,8 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "gated_deltanet": {"model_type": "gated_deltanet", **HEADS, "expand_v": 2.0},
     "gated_deltanet_grouped": {"model_type": "gated_deltanet", **HEADS, "num_v_heads": 8},
-    "gated_deltaproduct_3": {
-        "model_type": "gated_deltaproduct",
-        **HEADS,
-        **GATES,
-        "num_householder": 3,
-        "use_output_gate": False,
-    },
-    "hybrid_windows": {
-        "model_type": "gated_deltanet",
-        **HEADS,
-        "attn": [{"layers": [1], **ATTENTION}, {"layers": [2], **ATTENTION, "window_size": 32}],
-    },
+    "gated_deltaproduct_3": {"model_type": "gated_deltaproduct", **HEADS, **GATES, "num_householder": 3},
+    "hybrid_windows": {"model_type": "gated_deltanet", **HEADS, "attn": WINDOWS},
 }
 
 

@@ -20,49 +20,24 @@ from fla_train.models.modeling import DeltaProductForCausalLM
 
 SIZE = {"vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 3}
 HEADS = {"head_dim": 16, "expand_v": 1.5}
+DELTA_NET: dict[str, Any] = {"model_type": "delta_net", **SIZE}
+GATED: dict[str, Any] = {"model_type": "gated_deltanet", **SIZE, **HEADS}
+PRODUCT: dict[str, Any] = {"model_type": "gated_deltaproduct", **SIZE, **HEADS}
 FULL = {"layers": [1], "num_heads": 4, "num_kv_heads": 2}
 WINDOW = {"layers": [0], "num_heads": 4, "num_kv_heads": 2, "window_size": 5}
+WIDE = {"expand_k": 1.5, "expand_v": 2.0, "allow_neg_eigval": True, "intermediate_size": 80}
 # The content of config.json, by flash-linear-attention's names
-CONTENTS: dict[str, dict[str, Any]] = {
-    "delta_net": {"model_type": "delta_net", **SIZE},
-    "delta_net_wide": {
-        "model_type": "delta_net",
-        **SIZE,
-        "expand_k": 1.5,
-        "expand_v": 2.0,
-        "use_gate": True,
-        "allow_neg_eigval": True,
-        "intermediate_size": 80,
-    },
-    "gated_deltanet": {"model_type": "gated_deltanet", **SIZE, **HEADS},
-    "gated_deltanet_grouped": {"model_type": "gated_deltanet", **SIZE, **HEADS, "num_v_heads": 6},
-    "gated_deltanet_tied": {
-        "model_type": "gated_deltanet",
-        **SIZE,
-        **HEADS,
-        "use_gate": False,
-        "tie_word_embeddings": True,
-        "use_short_conv": False,
-    },
-    "gated_deltaproduct_2": {
-        "model_type": "gated_deltaproduct",
-        **SIZE,
-        **HEADS,
-        "num_householder": 2,
-        "use_forget_gate": True,
-        "conv_size": 3,
-        "norm_eps": 1e-5,
-    },
-    "deltaproduct_3": {
-        "model_type": "gated_deltaproduct",
-        **SIZE,
-        **HEADS,
-        "num_householder": 3,
-        "allow_neg_eigval": True,
-        "use_output_gate": False,
-    },
-    "hybrid": {"model_type": "gated_deltanet", **SIZE, **HEADS, "attn": {**FULL, "rope_theta": 5e5}},
-    "hybrid_windows": {"model_type": "delta_net", **SIZE, "attn": [FULL, WINDOW]},
+CONTENTS = {
+    "delta_net": DELTA_NET,
+    "delta_net_wide": DELTA_NET | WIDE | {"use_gate": True},
+    "gated_deltanet": GATED,
+    "gated_deltanet_grouped": GATED | {"num_v_heads": 6},
+    "gated_deltanet_tied": GATED | {"use_gate": False, "tie_word_embeddings": True, "use_short_conv": False},
+    "gated_deltaproduct_2": PRODUCT
+    | {"num_householder": 2, "use_forget_gate": True, "conv_size": 3, "norm_eps": 1e-5},
+    "deltaproduct_3": PRODUCT | {"num_householder": 3, "allow_neg_eigval": True, "use_output_gate": False},
+    "hybrid": GATED | {"attn": {**FULL, "rope_theta": 5e5}},
+    "hybrid_windows": DELTA_NET | {"attn": [FULL, WINDOW]},
 }
 BY_NAME = pytest.mark.parametrize("name", CONTENTS)
 

@@ -9,21 +9,9 @@ import pytest
 from fla_train.tasks.groups import make_group
 
 ORDERS = {
-    **{
-        "S1": 1,
-        "S3": 6,
-        "S4": 24,
-        "S5": 120,
-        "A1": 1,
-        "A3": 3,
-        "A4": 12,
-        "A5": 60,
-        "Z1": 1,
-        "Z2": 2,
-        "Z60": 60,
-    },
-    **{"D1": 2, "D2": 4, "D7": 14, "Z2xS3": 12, "A4xZ5": 60},
-}
+    "S1": 1, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A3": 3, "A4": 12, "A5": 60, "Z1": 1, "Z2": 2, "Z60": 60,
+    "D1": 2, "D2": 4, "D7": 14, "Z2xS3": 12, "A4xZ5": 60,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "order"), ORDERS.items())
