@@ -159,14 +159,11 @@ def packed(
     if not tokens:
         return [], []
     stream = np.frombuffer(tokens, TOKEN)[:wanted]
-    filled = len(stream)
     length = max(lengths)
     if count is None:
-        enough = [n for n in lengths if filled >= LEAST_SEQUENCES * (n + more)]
+        enough = [n for n in lengths if len(stream) >= LEAST_SEQUENCES * (n + more)]
         length = max([least if least in lengths else min(lengths), *enough])
-    size = min(length + more, filled)
-    count = filled // size
-    return list(stream[: count * size].reshape(count, size)), _spans(starts, size, count)
+    return _cut(stream, starts, min(length + more, len(stream)))
 
 
 def recut(
@@ -177,22 +174,21 @@ def recut(
     for number, span in enumerate(spans):
         for document, first in span:
             starts.setdefault(document, number * len(sequences[0]) + first)
-    stream = np.concatenate(sequences)
-    count = len(stream) // size
-    return list(stream[: count * size].reshape(count, size)), _spans(list(starts.values()), size, count)
+    return _cut(np.concatenate(sequences), list(starts.values()), size)
 
 
 def _scanned(documents: Iterable[np.ndarray], scan: int | None, progress: bool) -> Iterable[np.ndarray]:
     return tqdm(islice(documents, scan), desc="reading documents", unit="document", disable=not progress)
 
 
-def _spans(starts: Sequence[int], size: int, count: int) -> list[Spans]:
-    """Return the documents, which begin at `starts`, in each of `count` sequences of `size` tokens."""
-    spans = []
-    for begin in range(0, count * size, size):
+def _cut(stream: np.ndarray, starts: Sequence[int], size: int) -> tuple[list[np.ndarray], list[Spans]]:
+    """Return the sequences of `size` tokens, and the documents, which begin at `starts`, in each of them."""
+    sequences, spans = [], []
+    for begin in range(0, len(stream) - size + 1, size):
         first, end = np.searchsorted(starts, [begin, begin + size - 1], side="right")
+        sequences.append(stream[begin : begin + size])
         spans.append(tuple((d, max(starts[d] - begin, 0)) for d in range(first - 1, end)))
-    return spans
+    return sequences, spans
 
 
 def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:

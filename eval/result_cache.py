@@ -12,7 +12,7 @@ from fla_train.data.files import describe_files
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult, Measured
 from fla_train.utils.filesystem import write_whole
-from fla_train.utils.safe_files import read_json
+from fla_train.utils.safe_files import find_json
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def run_jobs(
         request = json.loads(json.dumps(identity | {"job": [job.section, job.name]} | job.settings))
         try:
             with ranks.together():
-                kept = ranks.share(_read(file, request) if ranks.rank == 0 else None)
+                content = find_json(file) if ranks.rank == 0 else None
+                kept = ranks.share(content["result"] if content and content["request"] == request else None)
                 measured = job.work() if kept is None else Measured.from_json(kept)
                 if kept is None and ranks.rank == 0:
                     folder.mkdir(parents=True, exist_ok=True)
@@ -62,12 +63,3 @@ def run_jobs(
 def describe_code(target: type) -> list[dict[str, Any]]:
     """Return the identity of the file that defines a class: edited code has other results."""
     return describe_files([(target.__name__, Path(inspect.getfile(target)))])
-
-
-def _read(file: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the result of this request, or None if the file is missing, damaged or of another request."""
-    try:
-        content = read_json(file)
-    except (FileNotFoundError, ValueError):
-        return None
-    return content["result"] if content["request"] == request else None

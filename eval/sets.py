@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -114,7 +115,7 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    original, offline = datasets.load_dataset, datasets.config.HF_HUB_OFFLINE
+    original = datasets.load_dataset
 
     def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
         place = folder / path
@@ -126,11 +127,11 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
             splits["train"] = next(iter(splits.values())).select([])
         return splits
 
-    datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load_dataset, True
-    try:
+    with (
+        patch.object(datasets, "load_dataset", load_dataset),
+        patch.object(datasets.config, "HF_HUB_OFFLINE", True),
+    ):
         yield
-    finally:
-        datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = original, offline
 
 
 def _cache(place: Path) -> Path:

@@ -84,8 +84,8 @@ def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": 16}
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     model = DeltaProductForCausalLM(DeltaProductConfig(**size))
-    export_model(model, tokenizer, folder / "runs" / "first" / "hf" / "step-0000020", validate=False)
-    export_model(model, tokenizer, folder / "first-in-fla", format="fla", validate=False)
+    export_model(model, tokenizer, folder / "runs" / "first" / "hf" / "step-0000020")
+    export_model(model, tokenizer, folder / "first-in-fla", format="fla")
     shutil.copytree(ROOT / "docs" / "examples", folder, dirs_exist_ok=True)
     return folder
 

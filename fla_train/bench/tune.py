@@ -101,23 +101,16 @@ def short_check(shape: Shape, dtype: torch.dtype, device: torch.device, gated: b
     return Check(problem, forward_backward(partial(operator, backend="recurrent"), exact))
 
 
-def tune(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    timer: Callable[[Callable[[], object]], float] | None = None,
-) -> Iterator[tuple[Row, LaunchOptions]]:
+def tune(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Row, LaunchOptions]]:
     """Tune the row of `shape`. After each kernel yield its row of `COLUMNS` and the best options so far.
 
     Args:
         shape: the shape to time. It must fill the device, or all candidates are equally fast.
         dtype: dtype of q, k and v, 16 bits wide.
-        timer: returns the milliseconds of a function; default `median_ms`.
 
     Raises:
         ValueError: the kernels do not support the shape, or no candidate is right.
     """
-    timer = timer or partial(median_ms, device=device)
     key = key_of(shape, device)
     best, _ = launch_table.lookup(dtype, key)
     checks = [
@@ -142,7 +135,7 @@ def tune(
 
     def time(trial: LaunchOptions) -> float:
         with override(options=trial):
-            return timer(partial(forward_backward, operator, timed.problem))
+            return median_ms(partial(forward_backward, operator, timed.problem), device)
 
     def wrong(trial: LaunchOptions) -> str:
         compile_all(checks, [trial])

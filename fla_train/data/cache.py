@@ -21,7 +21,6 @@ from fla_train.data.sources import Source, open_source
 from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
 from fla_train.utils.filesystem import reason
 from fla_train.utils.keys import rule
-from fla_train.utils.safe_files import read_json
 
 BEGUN = "begun.json"  # in the folder of an unfinished preparation: the source and its commit
 
@@ -113,13 +112,6 @@ class CachePaths:
 
     def is_ready(self) -> bool:
         return (self.final / MANIFEST).exists()
-
-    def begun(self) -> dict[str, Any]:
-        """Return the `source` and `commit` of an unfinished preparation; empty if there is none."""
-        try:
-            return read_json(self.building / BEGUN)
-        except (FileNotFoundError, ValueError):
-            return {}
 
 
 def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:

@@ -29,6 +29,7 @@ from fla_train.data.tokenizers import fingerprint, ids_needed, load_saved, load_
 from fla_train.utils.filesystem import move_folder, save_tokenizer, write_whole
 from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import locked
+from fla_train.utils.safe_files import find_json
 
 _COUNTS = ("documents", "tokens", "text_bytes")  # of a split
 _KEPT = ("bytes", "sha256", *SPLITS)  # what a manifest keeps of a shard's record
@@ -131,7 +132,7 @@ def _joined(config: DataConfig, prepared: dict[str, PreparedData]) -> PreparedDa
 def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:
     """Fill `building` with the tokenizer, the shards and, last, the manifest; then rename it to `final`."""
     final, building, tokenizer = paths.final, paths.building, paths.tokenizer
-    begun = paths.begun()
+    begun = find_json(building / cache.BEGUN) or {}  # empty without an unfinished preparation
     if is_on_hub(config):
         commit = commit or begun.get("commit") or hub_commit(config)
     source = paths.source if commit is None else open_source(config, commit)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from fla_train.utils.filesystem import find_damage, replaced_file, write_whole
-from fla_train.utils.safe_files import read_json
+from fla_train.utils.safe_files import find_json, read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -79,11 +79,8 @@ def _blocks(arrays: Iterable[np.ndarray]) -> Iterator[bytearray]:
 
 def read_record(folder: Path, number: int) -> Record | None:
     """Return the record of a complete shard, or None."""
-    try:
-        record = read_json((folder / shard_file(number)).with_suffix(".json"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return record if has_size(folder, number, record) else None
+    record = find_json((folder / shard_file(number)).with_suffix(".json"))
+    return record if record and has_size(folder, number, record) else None
 
 
 def has_size(folder: Path, number: int, record: Record) -> bool:

@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -38,11 +38,9 @@ def export_model(
     folder: str | Path,
     card: CardInfo | None = None,
     *,
-    state_dict: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     format: str = OURS,
     plots: Iterable[Path] = (),
-    validate: bool = True,
 ) -> Path:
     """Write weights, config, tokenizer, generation config, model card and checksums to `folder`.
 
@@ -55,11 +53,9 @@ def export_model(
             generation config.
         folder: destination; an earlier export there is replaced.
         card: training facts for the model card.
-        state_dict: weights to write instead of the model's, for example fp32 masters.
         dtype: of the stored floating-point weights.
         format: `hf` for the class of `model`, or a name of `FORMATS` for a DeltaProduct model.
         plots: image files to copy and show in the card.
-        validate: load the folder back and compare logits with the model's before the rename.
 
     Returns:
         `folder` as a path.
@@ -72,7 +68,7 @@ def export_model(
     folder = Path(folder)
     _require_replaceable(folder)
     card = card or CardInfo()
-    weights = _weights(model, model.state_dict() if state_dict is None else state_dict, dtype)
+    weights = _weights(model, dtype)
     translation = FORMATS.get(format)
     with replaced_folder(folder) as aside:
         config = copy.deepcopy(model.config)
@@ -118,8 +114,7 @@ def export_model(
             file.chmod(mode)
         with ThreadPoolExecutor(1) as thread:
             hashing = thread.submit(write_checksums, aside)
-            if validate:
-                _load_back(model, weights, aside, dtype, translation)
+            _load_back(model, weights, aside, dtype, translation)
             hashing.result()
     return folder
 
@@ -167,7 +162,7 @@ def _require_replaceable(folder: Path) -> None:
         raise ValueError(f"{folder} contains {', '.join(names)} next to an exported model: move it away")
 
 
-def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copy the weights to host memory, without the tied ones.
 
     Tensors that are views of one buffer, such as ZeRO's, would be saved as shared weights without the copy.
@@ -181,7 +176,8 @@ def _weights(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.d
             stored = torch.float32 if dtype.itemsize < 4 and name.endswith(in_fp32) else dtype
         return tensor.detach().to("cpu", stored, copy=True)
 
-    return {name: copied(name, t) for name, t in state.items() if name not in model.all_tied_weights_keys}
+    tied = model.all_tied_weights_keys
+    return {name: copied(name, t) for name, t in model.state_dict().items() if name not in tied}
 
 
 @torch.no_grad()

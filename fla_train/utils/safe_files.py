@@ -30,6 +30,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return _parse(json.loads, _read(path, LARGEST_JSON), LARGEST_JSON, path)
 
 
+def find_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file; None if it is missing or damaged."""
+    try:
+        return read_json(path)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file. Raise the errors of `read_json`."""
     return parse_yaml(_read(path, LARGEST_YAML), path)

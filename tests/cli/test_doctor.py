@@ -46,6 +46,6 @@ def test_the_kernels_of_a_shape_are_explained(run_command, monkeypatch):
 def test_triton_cases_run_in_processes(monkeypatch):
     """Triton's interpreter replaces a GPU."""
     monkeypatch.setattr(backend_checks, "CASES", CASES[:1])
-    (report,) = backend_checks.run_checks([("triton", "cpu", torch.float32)], processes=1)
+    (report,) = backend_checks.run_checks([("triton", "cpu", torch.float32)])
     assert report.backend == "triton" and report.ok, report.summary()
     assert {row.case for row in report.rows} == {CASES[0].name}

@@ -43,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "export"
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     card = CardInfo(seq_len=77, config="data: {}\n")
-    return export_model(delta_product(), tokenizer, folder, card, validate=False)
+    return export_model(delta_product(), tokenizer, folder, card)
 
 
 @pytest.fixture

@@ -70,18 +70,6 @@ def test_token_ids_and_generation_settings_of_the_model_are_kept(tokenizer, tmp_
         assert {**written, **published} == written and written["pad_token_id"] == 7
 
 
-def test_weights_of_a_state_dict_are_written(model: PreTrainedModel, tmp_path: Path) -> None:
-    """As ZeRO provides them: fp32 masters of a bf16 model, views of one buffer, tied tensors twice."""
-    state = model.state_dict()
-    sizes = [t.numel() for t in state.values()]
-    flat = torch.cat([t.flatten() for t in state.values()])
-    masters = {n: v.view_as(state[n]) for n, v in zip(state, flat.split(sizes), strict=True)}
-    model.to(torch.bfloat16)
-    folder = export_model(model, None, tmp_path / "export", state_dict=masters)
-    for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
-        assert torch.equal(tensor, masters[name]), name
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the model
 def test_bf16_export_keeps_decay_parameters_in_fp32(small_model, tmp_path: Path, dtype: torch.dtype) -> None:
     small_model.to(dtype)
@@ -99,7 +87,7 @@ def test_an_interrupted_export_leaves_the_former_one(
     folder = tmp_path / "export"
 
     def write(step: int) -> None:
-        export_model(small_model, tokenizer, folder, CardInfo(step=step), validate=False)
+        export_model(small_model, tokenizer, folder, CardInfo(step=step))
 
     def interrupted(step: int, left: list[Path]) -> None:
         def interrupt(*args: object) -> None:
@@ -125,21 +113,18 @@ def test_an_interrupted_export_leaves_the_former_one(
 
 
 def test_an_export_that_loads_back_changed_is_not_written(small_model, tmp_path: Path, monkeypatch) -> None:
-    weights = dict(small_model.state_dict())
-    del weights["model.norm.weight"]
-    with pytest.raises(ValueError, match=r"missing_keys \['model.norm.weight'\]"):
-        export_model(small_model, None, tmp_path / "export", state_dict=weights)
-    save = export_module.save_torch_state_dict
+    save, name = export_module.save_torch_state_dict, "model.norm.weight"
+    changed = small_model.get_parameter(name).detach().clone()
+    changed[3] += 1e-6
+    for error, change in (("missing_keys", {}), ("different_keys", {name: changed})):
 
-    def flawed(weights: dict, *args: object, **kwargs: object) -> None:
-        changed = weights["model.norm.weight"].clone()
-        changed[3] += 1e-6
-        save(weights | {"model.norm.weight": changed}, *args, **kwargs)
+        def flawed(weights: dict, *args: object, change: dict = change, **options: object) -> None:
+            save({key: x for key, x in weights.items() if key != name} | change, *args, **options)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(export_module, "save_torch_state_dict", flawed)
-        with pytest.raises(ValueError, match=r"different_keys \['model.norm.weight'\]"):
-            export_model(small_model, None, tmp_path / "export")
+        with monkeypatch.context() as patched:
+            patched.setattr(export_module, "save_torch_state_dict", flawed)
+            with pytest.raises(ValueError, match=rf"{error} \['{name}'\]"):
+                export_model(small_model, None, tmp_path / "export")
     small_model.model.layers[0].attn.beta_max = 1.0  # contradicts the config
     with pytest.raises(ValueError, match="logits"):
         export_model(small_model, None, tmp_path / "export")
@@ -161,7 +146,7 @@ def test_a_folder_with_other_files_is_not_replaced(small_model, export: Path, tm
     with pytest.raises(ValueError, match="notes"):
         export_model(small_model, None, export)
     shutil.rmtree(export / "notes")
-    export_model(small_model, None, export, validate=False)
+    export_model(small_model, None, export)
 
 
 def test_copy(export: Path, tmp_path: Path) -> None:

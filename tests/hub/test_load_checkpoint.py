@@ -84,7 +84,7 @@ def test_other_ways_of_saving_keep_the_tokens_before_a_document(
 ) -> None:
     """`save_pretrained`, of Trainer and TRL, writes no training record; a translation keeps the record."""
     config = f"data: {{append_eos: {str(append_eos).lower()}}}\n"
-    export_model(small_model, tokenizer, tmp_path / "ours", CardInfo(config=config), validate=False)
+    export_model(small_model, tokenizer, tmp_path / "ours", CardInfo(config=config))
     model, tokenizer = load_model(tmp_path / "ours")
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -99,7 +99,7 @@ def test_other_ways_of_saving_keep_the_tokens_before_a_document(
 def test_a_conversion_of_another_model_gets_no_training_record(
     small_model, tokenizer, tmp_path: Path
 ) -> None:
-    export_model(small_model, tokenizer, tmp_path / "fla", format="fla", validate=False)
+    export_model(small_model, tokenizer, tmp_path / "fla", format="fla")
     for name in ("training.json", "checksums.json"):
         (tmp_path / "fla" / name).unlink()
     convert_export(tmp_path / "fla", tmp_path / "hf", "hf")

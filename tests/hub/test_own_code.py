@@ -59,7 +59,7 @@ def test_exports_load_in_a_bare_environment(tokenizer, tmp_path: Path) -> None:
     """With torch, transformers and their requirements: the same bits by every class, and the same tokens."""
     folder, names = tmp_path / "exports", ("delta_net", "hybrid")
     for name in names:
-        export_model(model_of(name), tokenizer, folder / name, validate=False)
+        export_model(model_of(name), tokenizer, folder / name)
     run_bare(folder)
     for name in names:
         results = torch.load(folder / f"{name}.pt")

@@ -83,7 +83,7 @@ def test_branches_and_tags(hub: FakeHub, export: Path) -> None:
 def test_files_of_an_earlier_export_are_deleted(hub: FakeHub, small_model, tokenizer, tmp_path: Path) -> None:
     """Old weights, a chat template and Python files would change what is loaded. The user's files stay."""
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    first = export_model(small_model, tokenizer, tmp_path / "first", validate=False)
+    first = export_model(small_model, tokenizer, tmp_path / "first")
     (first / "model.safetensors").rename(first / "model-00001-of-00001.safetensors")
     (first / "checksums.json").unlink()
     push(first, "user/tiny")
@@ -93,7 +93,7 @@ def test_files_of_an_earlier_export_are_deleted(hub: FakeHub, small_model, token
     others["adapters/mine.safetensors"] = b"weights"
     repo.commits[-1].update(others)
     tokenizer.chat_template = None
-    second = export_model(small_model, tokenizer, tmp_path / "second", format="fla", validate=False)
+    second = export_model(small_model, tokenizer, tmp_path / "second", format="fla")
     push(second, "user/tiny")
     assert without_card(repo.files()) == without_card(contents(second)) | others
 
@@ -102,7 +102,7 @@ def test_licence_language_and_results_reach_the_card(
     hub: FakeHub, small_model, tokenizer, tmp_path: Path
 ) -> None:
     info = CardInfo(losses={"validation": 2.0}, datasets=["user/model"], init_from="superuser/model-340m")
-    export = export_model(small_model, tokenizer, tmp_path / "run/hf/step-0000007", info, validate=False)
+    export = export_model(small_model, tokenizer, tmp_path / "run/hf/step-0000007", info)
     for name, step, value in (("old", 6, 0.1), ("new", 7, 0.25)):
         (tmp_path / "run/eval" / name).mkdir(parents=True)
         metrics = {"eval/hellaswag/acc_norm": value, "eval/web/perplexity_64": float("inf")}

@@ -41,7 +41,7 @@ def foreign(tokenizer, marker: Path, tmp_path: Path) -> Path:
     """A model of another architecture, whose code lies beside its weights."""
     size = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **size))
-    folder = export_model(model, tokenizer, tmp_path / "foreign", validate=False)
+    folder = export_model(model, tokenizer, tmp_path / "foreign")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnModel"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}

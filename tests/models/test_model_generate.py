@@ -117,7 +117,7 @@ def test_the_code_of_the_page_runs(build: Callable, tmp_path: Path, monkeypatch:
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     tokenizer = load_tokenizer(TokenizerConfig(name="bytes"))
     folder = re.search(r'from_pretrained\("(.+?)"\)', page)[1]
-    export_model(build(vocab_size=len(tokenizer)).float(), tokenizer, tmp_path / folder, validate=False)
+    export_model(build(vocab_size=len(tokenizer)).float(), tokenizer, tmp_path / folder)
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:
