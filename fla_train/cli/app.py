@@ -33,6 +33,7 @@ from fla_train.cli.overrides import (
 from fla_train.cli.scales import store_sections
 from fla_train.cli.version import add_version
 from fla_train.utils.errors import Interrupted
+from fla_train.utils.keys import require_none
 from fla_train.utils.overrides import quote
 
 INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
@@ -66,8 +67,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str 
         except Exception as failure:
             # Errors that show only in combination have no single override to blame.
             errors = override_errors(repo, overrides, compose_with) or [one_line(failure)]
-        if errors:
-            raise ValueError("\n  ".join(errors))
+        require_none(errors)
         return config
 
 
@@ -85,8 +85,7 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
         with suppress(Exception):
             if not any(addition_errors(repo, compose_with(job), job) for job in sample_jobs(overrides)):
                 return
-        if errors := override_errors(repo, overrides, compose_with, sweep=True):
-            raise ValueError("\n  ".join(errors))
+        require_none(override_errors(repo, overrides, compose_with, sweep=True))
 
 
 def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None) -> str:

@@ -41,7 +41,7 @@ class SizeConfig:
 
 
 @dataclass
-class TaskConfig:
+class ComparedTask:
     """Synthetic task that each model is also trained on, and the key of metrics.jsonl to compare."""
 
     overrides: list[str]
@@ -59,7 +59,7 @@ class ComparisonConfig:
     base: list[str] = field(default_factory=list)
     parameters: int | str | None = FIRST
     sizes: dict[str, SizeConfig] = field(default_factory=dict)
-    tasks: dict[str, TaskConfig] = field(default_factory=dict)
+    tasks: dict[str, ComparedTask] = field(default_factory=dict)
     suites: dict[str, list[str]] = field(default_factory=dict)
     jobs: int = key(1, at_least=1)
 

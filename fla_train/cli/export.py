@@ -5,6 +5,7 @@ fla-export checkpoint=runs/my-run format=fla output=my-model
 fla-export checkpoint=runs/my-run hub.repo_id=user/my-model hub.private=false
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,18 +15,16 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import fail, run_hydra
+from fla_train.utils.hub_names import HubRepository
+from fla_train.utils.keys import require_valid
 
 
 @dataclass
-class PushConfig:
-    """Destination on the Hub."""
+class PushConfig(HubRepository):
+    """Add the branch and the tag of a push."""
 
-    repo_id: str | None = None
-    private: bool = True
     revision: str | None = None
     tag: str | None = None
-    license: str | None = None
-    language: str | None = None
 
 
 @dataclass
@@ -39,6 +38,12 @@ class ExportConfig:
     mixer: str | None = None
     hub: PushConfig = field(default_factory=PushConfig)
 
+    def check(self) -> Iterator[str]:
+        if not self.checkpoint:
+            yield "checkpoint must be a run folder or an exported folder"
+        if not (self.output or self.hub.repo_id):
+            yield "nothing to do: give output=DIR, hub.repo_id=user/model, or both"
+
 
 def register() -> None:
     ConfigStore.instance().store(name="export_schema", node=ExportConfig)
@@ -50,16 +55,11 @@ def task(config: DictConfig) -> int:
     from fla_train.hub.export import copy_export
     from fla_train.hub.load import resolve_checkpoint
     from fla_train.hub.paths import own_name
-    from fla_train.hub.push import check_repo_id, push
+    from fla_train.hub.push import push
     from fla_train.utils.device import pick_dtype
 
     settings: ExportConfig = OmegaConf.to_object(config)
-    if not settings.checkpoint:
-        raise ValueError("give checkpoint=RUN: a run folder or an exported folder")
-    if not (settings.output or settings.hub.repo_id):
-        raise ValueError("nothing to do: give output=DIR, hub.repo_id=user/model, or both")
-    if settings.hub.repo_id:
-        check_repo_id(settings.hub.repo_id)
+    require_valid(settings)
     folder = resolve_checkpoint(settings.checkpoint)
     origin, dtype = folder, pick_dtype(settings.dtype)
     with ExitStack() as stack:

@@ -12,7 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
 from fla_train.hub.checksums import CARD, REMEDY, find_export_damage, visible_files
 from fla_train.hub.paths import own_name
-from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.hub_names import HubRepository
+from fla_train.utils.keys import require_valid
 
 HTTPError = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever this huggingface_hub uses
 ACCESS = (401, 403, 404)  # statuses that reject a token or a name
@@ -66,7 +67,7 @@ def push(
 
     folder = Path(folder)
     origin = Path(origin or folder)
-    check_repo_id(repo_id)
+    require_valid(HubRepository(repo_id), "hub.")
     token = token or get_token()
     if token is None:
         raise ValueError(f"{NO_TOKEN}; the model is safe in {origin}")
@@ -111,12 +112,6 @@ def push(
     except ValueError as error:
         raise ValueError(_line(error, token)) from None
     return f"{api.endpoint}/{name}/tree/{tag}" if tag else str(commit.commit_url)
-
-
-def check_repo_id(repo_id: str) -> None:
-    """Raise `ValueError` unless a model on the Hub can have this name."""
-    if not is_hub_name(repo_id):
-        raise ValueError(f"hub.repo_id={repo_id} is not a name of the form user/model")
 
 
 def check_access(repo_id: str, *, private: bool = True) -> None:

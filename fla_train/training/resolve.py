@@ -31,7 +31,7 @@ from fla_train.training.plan import RunPlan, make_plan
 from fla_train.training.resume import check_same_run
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder
-from fla_train.utils.keys import AUTO, find_errors
+from fla_train.utils.keys import AUTO, find_errors, require_none
 from fla_train.utils.ranks import is_first, is_rank
 
 VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at other sizes
@@ -51,7 +51,7 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     """
     request = deepcopy(request)
     _make_paths_absolute(request)
-    _require_none([*find_errors(request), *find_model_errors(request)])
+    require_none([*find_errors(request), *find_model_errors(request)])
     config = deepcopy(request)
     folder = None if config.run.dir is None or data == "none" else RunFolder(Path(config.run.dir))
     # Without a run folder there is at most the checkpoint that `trainer.resume` names.
@@ -66,7 +66,7 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     if config.trainer.epochs is None:
         _fill_steps(config, None)
         errors += find_late_misfits(config)
-    _require_none(errors)
+    require_none(errors)
     if data != "none":
         _check_before_preparing(config, folder, saved, fetch=data == "prepare")
     if config.task is None:
@@ -74,13 +74,8 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     prepared = _prepare(config, saved, data)
     if config.trainer.epochs is not None:
         _fill_steps(config, prepared)
-        _require_none(find_late_misfits(config))
+        require_none(find_late_misfits(config))
     return make_plan(request, config, prepared)
-
-
-def _require_none(errors: list[str]) -> None:
-    if errors:
-        raise ValueError("\n  ".join(errors))
 
 
 def _make_paths_absolute(config: TrainConfig) -> None:

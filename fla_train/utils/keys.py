@@ -14,7 +14,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -78,7 +78,12 @@ def find_errors(config: Any, prefix: str = "") -> list[str]:
 
 def require_valid(config: Any, prefix: str = "") -> None:
     """Raise `ValueError` with all errors of `find_errors`, if there is one."""
-    if errors := find_errors(config, prefix):
+    require_none(find_errors(config, prefix))
+
+
+def require_none(errors: Sequence[str]) -> None:
+    """Raise `ValueError` with these errors, one per line, if there is one."""
+    if errors:
         raise ValueError("\n  ".join(errors))
 
 

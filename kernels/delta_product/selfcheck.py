@@ -70,7 +70,7 @@ def model_cases(num_householder: int, gated: bool) -> tuple[Case, ...]:
 
 
 @dataclass(frozen=True)
-class Row:
+class Difference:
     """One tensor of one case: its relative RMS error |x - reference| / |reference|, and its tolerance."""
 
     case: str
@@ -88,7 +88,7 @@ class CheckReport:
     backend: str
     device: str
     dtype: torch.dtype
-    rows: tuple[Row, ...]
+    rows: tuple[Difference, ...]
     failure: str | None = None  # the backend's error, if any
 
     @property
@@ -133,7 +133,7 @@ def check_backend(
     """
     device = torch.device(device)
     backend = resolve_backend(backend, device)
-    rows: list[Row] = []
+    rows: list[Difference] = []
     failure = None
     prepared = [
         (case, make_inputs(case, dtype, case.head_dims or head_dims, seed)) for seed, case in enumerate(cases)
@@ -166,7 +166,7 @@ def check_backend(
                 relative_rms(x, expected) for x in results[name].chunk(num_copies(case, backend, device))
             ]
             error = torch.tensor(errors).max().item()  # of the worst copy, NaN if one has a NaN
-            rows.append(Row(case.name, name, error, _tolerance(name, backend, dtype, case)))
+            rows.append(Difference(case.name, name, error, _tolerance(name, backend, dtype, case)))
     return CheckReport(backend, str(device), dtype, tuple(rows), failure)
 
 

@@ -16,8 +16,8 @@ from warm_ranks import WarmRanks
 
 from fla_train.api import compose
 from fla_train.cli import app, bench, train_list
+from fla_train.cli.compare_models import ComparedTask, SizeConfig, build_parser, read_comparison
 from fla_train.cli.compare_models import ComparisonConfig as Config
-from fla_train.cli.compare_models import SizeConfig, TaskConfig, build_parser, read_comparison
 from fla_train.cli.comparison import Comparison, compare, solve_size
 from fla_train.eval import model_comparison
 from fla_train.eval.run import evaluate
@@ -174,7 +174,7 @@ def write_run(folder: Path, values: dict, *, skips: int = 0) -> None:
 
 def test_rates_that_diverge_and_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config({"a": [], "b": []}, 4, [0.1, 0.2, 0.3], [0, 1])
-    config.tasks = {"S5": TaskConfig([], "accuracy")}
+    config.tasks = {"S5": ComparedTask([], "accuracy")}
     plan = SimpleNamespace(parameters_held=10, gpu_hours=0.1)
     monkeypatch.setattr("fla_train.cli.comparison.plan_model", lambda *_: (plan, []))
     for name in ("compose", "resolve"):

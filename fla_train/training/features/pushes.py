@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fla_train.training.callback import Callback
-from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import key
 from fla_train.utils.overrides import assign
 from fla_train.utils.processes import POLL, start_command
@@ -31,18 +31,13 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 @dataclass
-class HubConfig:
-    repo_id: str | None = None
+class HubConfig(HubRepository):
     push_every: int = key(0, at_least=0)
-    private: bool = True
     dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
-    license: str | None = None
-    language: str | None = None
     timeout: float = key(600.0, at_least=0)
 
     def check(self) -> Iterator[str]:
-        if self.repo_id is not None and not is_hub_name(self.repo_id):
-            yield f"repo_id={self.repo_id} is not a name of the form user/model"
+        yield from super().check()
         if self.repo_id is None and self.push_every:
             yield "repo_id must be set with hub.push_every: the model's name on the Hub, user/model"
 
