@@ -144,7 +144,7 @@ def loss_table(
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
     if lengths and lengths[first := longest_first[0]] > chunk and not ours:
         ids = stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED))
-        if problem := _cache_problem(model, ids, chunk):
+        if problem := find_cache_problem(model, ids, chunk):
             limits = f"the model ({model.config.model_type}) {problem} and reads at most {chunk:,} tokens"
             raise ValueError(f"{limits}: raise suite.perplexity.chunk to the longest length")
 
@@ -167,7 +167,7 @@ def loss_table(
 
 
 @torch.inference_mode()
-def _cache_problem(model: PreTrainedModel, ids: Tensor, chunk: int) -> str | None:
+def find_cache_problem(model: PreTrainedModel, ids: Tensor, chunk: int) -> str | None:
     """Return why tokens read in chunks do not get the logits of one pass over all of them; None if they do.
 
     Some models of transformers fail this: Mamba's forward pass of several tokens begins with an empty state

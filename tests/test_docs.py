@@ -1,4 +1,4 @@
-"""Links and files that the README and the docs name exist, and the generated pages are complete."""
+"""Links and files that the README and the docs name exist, and the navigation has every page."""
 
 import re
 from pathlib import Path

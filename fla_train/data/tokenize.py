@@ -198,7 +198,7 @@ def tokenize_source(
         num_workers = available_cores() if len(first) > 1 else 0
     numbered = enumerate(chain(first, pieces))
     pending: deque[tuple[int, Slice | Exception | None, Future[Record]]] = deque()
-    with _writers(encoder, num_workers) as write:
+    with writers(encoder, num_workers) as write:
         while True:
             # Begin a slice if a process is free. To begin one may take long, since streams are fetched.
             item, running = None, [future for *_, future in pending if not future.done()]
@@ -254,7 +254,7 @@ def _written_at_once(encoder: Encoder, *arguments) -> Future[Record]:
 
 
 @contextmanager
-def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Record]]]:
+def writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Record]]]:
     """Yield a function as `Encoder.write`, which has one of `size` processes do it and returns a future.
 
     The processes end with the block, or with this process, even by kill -9, because their pipe ends.
@@ -264,7 +264,7 @@ def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Recor
         return
     alive, ours = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(size, context, _begin_process, (encoder, alive))
+    pool = ProcessPoolExecutor(size, context, begin_process, (encoder, alive))
     try:
         yield partial(pool.submit, _write)
     except BrokenProcessPool as failure:
@@ -274,7 +274,7 @@ def _writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Recor
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_process(encoder: Encoder, alive: Connection) -> None:
+def begin_process(encoder: Encoder, alive: Connection) -> None:
     """Set up a tokenizing process."""
     global _encoder
     _encoder = encoder

@@ -39,7 +39,7 @@ def write_remote_code(config: PreTrainedConfig, folder: Path) -> None:
     module = MODULES.get(type(config))
     if module is None or getattr(config, "mixer", None) is not None:
         return
-    for name, text in _files(module).items():
+    for name, text in source_files(module).items():
         (folder / f"{name}.py").write_text(text)
     # The config is loaded from the models' file as well: transformers copies all files for each file that
     # `auto_map` names, and two copies would have two config classes.
@@ -53,7 +53,7 @@ def _file(module: str) -> str:
 
 
 @cache
-def _files(module: str) -> dict[str, str]:
+def source_files(module: str) -> dict[str, str]:
     """Return the text of each file that `module` needs, by name."""
     texts: dict[str, str] = {}
     _add(module, texts, set())

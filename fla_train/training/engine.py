@@ -188,7 +188,7 @@ def train_step(
     # Sum gradients and losses over ranks. Each rank then holds the gradient of its partition.
     deepspeed_patches.reduce_gradients(zero)
     dist.all_reduce(sums)
-    loss, grad_norm = sums[0], _grad_norm(zero.averaged_gradients)
+    loss, grad_norm = sums[0], gradient_norm(zero.averaged_gradients)
 
     # Clip, and update the weights unless the step is skipped.
     zero.optimizer.grad_scale, zero.optimizer.found_inf = bad_steps.decide(loss, grad_norm)
@@ -251,7 +251,7 @@ def _inputs(number: int, batch: Batch, divisor: Tensor, features: Sequence[Callb
     return inputs
 
 
-def _grad_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
+def gradient_norm(gradients: Mapping[int, Sequence[Tensor]]) -> Tensor:
     """Return the norm of all ranks' gradients, fp64 on the device, from this rank's partitions.
 
     DeepSpeed's computation copies a constant to the device, for which the host waits. A CPU sums squares

@@ -285,7 +285,7 @@ def _select_algorithm(sizes: Sizes, override: Override) -> Selection:
     if chunks is None and row_chunks < MIN_ROW_CHUNKS:
         chunks, why = 0, "on short rows more launches cost more than they save"
     elif chunks is None:
-        count, hopper = _device(device)
+        count, hopper = gpu_of(device)
         chunks, why = segment_chunks(batch, row_chunks, heads, value_dim, count)
         if key_dim > 2 * MIN_TILE and not hopper:
             chunks, why = 0, "shared memory does not hold the transition of so wide keys"
@@ -320,8 +320,8 @@ def segment_chunks(
     return ceil_div(row_chunks, segments), "sequences x heads x tiles of V leave most of the device idle"
 
 
-def _device(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether it is a Hopper GPU; without caches, of which torch.compile warns."""
+def gpu_of(device: torch.device) -> tuple[int, bool]:
+    """Return the multiprocessors, and whether it is a Hopper GPU. torch.compile warns of cached functions."""
     if device.type != "cuda":
         return 1, False
     properties = torch.cuda.get_device_properties(device)

@@ -175,7 +175,7 @@ def writing_threads(encoder, size):
 @pytest.mark.parametrize("limit", [{"max_documents": 6}, {"max_tokens": 50}])
 def test_text_behind_a_limit_may_be_invalid(tmp_path, local, monkeypatch, limit, num_workers):
     if num_workers:
-        monkeypatch.setattr(tokenize, "_writers", writing_threads)
+        monkeypatch.setattr(tokenize, "writers", writing_threads)
     rows = [{"text": f"number {i}"} for i in range(6)]
     write_jsonl(tmp_path / "few" / "a.jsonl", rows[:4])
     write_jsonl(tmp_path / "few" / "b.jsonl", [*rows[4:], {"text": 3}])
@@ -254,7 +254,7 @@ def test_killed_at_random_moments_with_processes(tmp_path, local):
 
 @pytest.mark.slow
 def test_a_process_that_dies(local, monkeypatch):
-    monkeypatch.setattr(tokenize, "_begin_process", math.sqrt)  # fails with its two arguments
+    monkeypatch.setattr(tokenize, "begin_process", math.sqrt)  # fails with its two arguments
     with pytest.raises(Interrupted, match=r"data\.num_workers"):
         quiet(replace(local, num_workers=1))
     monkeypatch.undo()

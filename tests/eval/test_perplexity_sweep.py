@@ -111,7 +111,7 @@ def test_batches_are_halved_when_memory_is_short(model, monkeypatch) -> None:
     draw = np.random.default_rng(1)
     documents = [draw.integers(0, 320, size=33).tolist() for _ in range(5)]
     expected = loss_table(model.double(), documents, EDGES, chunk=8, batch_size=5)
-    monkeypatch.setattr(perplexity, "_cache_problem", lambda *args: None)  # it runs extra forward passes
+    monkeypatch.setattr(perplexity, "find_cache_problem", lambda *args: None)  # it runs extra forward passes
     forward, most, sizes = model.forward, 2, []
 
     def short_of_memory(ids: torch.Tensor, **options: object) -> object:

@@ -117,7 +117,7 @@ def test_files_are_generated_from_the_package(export: Path) -> None:
 
 @pytest.mark.parametrize("module", remote_code.MODULES.values())
 def test_a_name_means_one_thing_in_a_file(module: str):
-    for file, text in remote_code._files(module).items():
+    for file, text in remote_code.source_files(module).items():
         meanings: dict[str, set] = defaultdict(set)
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

@@ -96,7 +96,7 @@ def test_decisions_on_an_h100(monkeypatch) -> None:
     """The fused backward needs a busy device, a split an idle one; two launches are for uneven tiles of V."""
     monkeypatch.setattr(select, "architecture", lambda _: "9.0")
     monkeypatch.setattr(select, "interpreted", lambda: False)
-    monkeypatch.setattr(select, "_device", lambda _: (132, True))
+    monkeypatch.setattr(select, "gpu_of", lambda _: (132, True))
     monkeypatch.setattr(select, "processors", lambda _: 132)
     select.clear_caches()
 

@@ -1,4 +1,4 @@
-"""Other libraries' models: built from a node, their loss, and the old names of some of them."""
+"""Other libraries' models: built from a node, and their loss."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""Resume by another number of ranks: the same steps on the same tokens, equal to rounding."""
+"""The optimizer's state, cut for another number of ranks. test_resume_matrix.py trains with it."""
 
 from collections.abc import Callable
 from pathlib import Path

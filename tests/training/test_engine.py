@@ -10,7 +10,7 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig, to_yaml
-from fla_train.training.engine import _grad_norm
+from fla_train.training.engine import gradient_norm
 from fla_train.training.optimizer import build_optimizer
 from tests.ranks import start_ranks
 
@@ -89,7 +89,9 @@ def test_the_norm_of_many_gradients_is_that_of_float64(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
     gradient = 0.1 + torch.rand(4_000_000)
     expected = np.linalg.norm(gradient.numpy().astype(np.float64))
-    assert _grad_norm({0: [gradient[:7], gradient[7:]], 1: []}).item() == pytest.approx(expected, rel=1e-12)
+    assert gradient_norm({0: [gradient[:7], gradient[7:]], 1: []}).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.gpu

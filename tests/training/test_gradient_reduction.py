@@ -1,4 +1,4 @@
-"""Gradients added up over ranks in bf16: the error of each weight's gradient, losses, resume.
+"""Gradients added up over ranks in bf16: the error of each weight's gradient.
 
 U = 2^-8 bounds the relative error of one rounding to bf16 (8 bits of precision, to nearest). Each of two
 ranks rounds its gradient, and the sum is rounded again.

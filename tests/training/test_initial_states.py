@@ -1,4 +1,4 @@
-"""States that training starts from, against plain loops over single rows; exact resume; numbers of ranks.
+"""States that training starts from, against plain loops over single rows.
 
 Where the learning rate is 0 the model stays as it was drawn, so each step's loss follows from the export.
 """
@@ -18,6 +18,7 @@ from warm_ranks import WarmRanks
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.cache import cache_for
+from fla_train.models.carried_states import CarriedStates
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.initial_states import InitialStates
@@ -163,16 +164,23 @@ class TestOneRank:
 
     def begin(self, states: InitialStates, number: int) -> None:
         """Begin step `number`, from 0."""
-        rows = states._sampler.micro_batch
-        states.before_step(number + 1, [Batch(torch.ones(rows, 6, dtype=torch.int64), None)])
+        states.before_step(number + 1, [self.batch(states)])
+
+    def batch(self, states: InitialStates) -> Batch:
+        return Batch(torch.ones(states.trainer.batches.micro_batch, 6, dtype=torch.int64), None)
+
+    def passes(self, states: InitialStates) -> list[CarriedStates]:
+        """The states of each micro-batch, as the model gets them."""
+        numbers = range(states.trainer.batches.accumulation)
+        return [states.model_inputs(number, self.batch(states))["states"] for number in numbers]
 
     def starts(self, states: InitialStates, layer: int) -> Tensor:
         """[64, H, K, V]: the states that the rows start from."""
-        return torch.cat([part.layers[layer].recurrent_states[0] for part in states._passes])
+        return torch.cat([part.layers[layer].recurrent_states[0] for part in self.passes(states)])
 
     def step(self, states: InitialStates, number: int, final: Callable[[int], Tensor]) -> None:
         self.begin(states, number)
-        for index, part in enumerate(states._passes):
+        for index, part in enumerate(self.passes(states)):
             for layer in range(2):
                 part.update_recurrent_state(final(layer).expand(part.rows, -1, -1, -1), layer)
             states.after_backward(index)

@@ -1,4 +1,4 @@
-"""Other libraries' models through the whole trainer: text, tasks, resume, init_from, exports, old runs."""
+"""Other libraries' models through the whole trainer: packed text, exports, `init_from`."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A command imports no more than it needs for the first step, and logs the times of its start and end."""
+"""A command imports no more than it needs for the first step, and a wrong backend ends it."""
 
 import io
 import subprocess
