@@ -7,21 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.run import evaluate
@@ -32,36 +18,25 @@ SIZE = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 SIZE |= {"intermediate_size": 16, "max_position_embeddings": LIMIT}
 
 
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=LIMIT))
-
-
-def gptj() -> PreTrainedModel:
-    config = {"vocab_size": 320, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": LIMIT}
-    return GPTJForCausalLM(GPTJConfig(rotary_dim=4, **config))
-
-
-def mpt() -> PreTrainedModel:
-    return MptForCausalLM(MptConfig(vocab_size=320, d_model=16, n_layers=1, n_heads=2, max_seq_len=LIMIT))
-
-
-def opt() -> PreTrainedModel:
-    return OPTForCausalLM(OPTConfig(ffn_dim=16, word_embed_proj_dim=16, **SIZE))
-
-
-ENDING: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
-    "gpt2": (gpt2, LIMIT),
-    "gptj": (gptj, LIMIT),  # rotary, from a fixed table
-    "mpt": (mpt, LIMIT),  # ALiBi, for a fixed number of tokens
-    "opt": (opt, LIMIT),
-    "roberta": (lambda: RobertaForCausalLM(RobertaConfig(is_decoder=True, **SIZE)), LIMIT - 2),
+GPT = {"vocab_size": 320, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": LIMIT}
+MPT = {"vocab_size": 320, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": LIMIT}
+ENDING: dict[str, tuple[dict[str, object], int]] = {
+    "gpt2": (GPT, LIMIT),
+    "gptj": (GPT | {"rotary_dim": 4}, LIMIT),  # rotary, from a fixed table
+    "mpt": (MPT, LIMIT),  # ALiBi, for a fixed number of tokens
+    "opt": (SIZE | {"ffn_dim": 16, "word_embed_proj_dim": 16}, LIMIT),
+    "roberta": (SIZE | {"is_decoder": True}, LIMIT - 2),
 }
+
+
+def built(name: str) -> PreTrainedModel:
+    settings = ENDING[name][0] if name in ENDING else SIZE
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).eval()
 
 
 @pytest.mark.parametrize("name", ENDING)
 def test_the_limit_is_the_most_that_can_be_read(name: str) -> None:
-    build, limit = ENDING[name]
-    model = build().eval()
+    model, limit = built(name), ENDING[name][1]
     assert position_limit(model) == limit
     with torch.no_grad():
         model(torch.full((1, limit), 7))
@@ -70,7 +45,7 @@ def test_the_limit_is_the_most_that_can_be_read(name: str) -> None:
 
 
 def test_others_have_none(build_model) -> None:
-    llama = LlamaForCausalLM(LlamaConfig(**SIZE))
+    llama = built("llama")
     ours = build_model(max_position_embeddings=LIMIT)
     hybrid = build_model(
         max_position_embeddings=LIMIT, attn={"layers": [1], "num_heads": 2, "num_kv_heads": 2}
@@ -88,8 +63,7 @@ def evaluated(build_model, tokenizer, tmp_path: Path) -> Callable[..., tuple[Pat
     file.write_text("".join(json.dumps({"text": "red and blue " * n}) + "\n" for n in (9, 12, 7)))
 
     def run(name: str, **settings: object) -> tuple[Path, dict]:
-        build = {"gpt2": gpt2, "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)), "ours": build_model}
-        model = build[name]()
+        model = build_model() if name == "ours" else built(name)
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
         perplexity = {"lengths": [16, 32, 64], "panels": [32, 64], "bucket": 8, "chunk": 24} | settings
