@@ -54,20 +54,16 @@ def _fla(config: TrainConfig) -> PreTrainedModel:
     ours = build_config(config.model)
     gated, several = ours.use_forget_gate, ours.num_householder > 1
     name = "GatedDeltaProduct" if several else "GatedDeltaNet" if gated else "DeltaNet"
-    settings = {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.hidden_size,
-        "num_hidden_layers": ours.num_hidden_layers,
-        "num_heads": ours.num_heads,
-        "intermediate_size": ours.intermediate_size,
-        "max_position_embeddings": config.trainer.seq_len,
-        "use_output_gate" if several else "use_gate": ours.use_output_gate,
-    }
+    names = "vocab_size hidden_size num_hidden_layers num_heads intermediate_size".split()
+    settings = {"max_position_embeddings": config.trainer.seq_len}
     if gated or several:
-        settings |= {"head_dim": ours.head_dim, "expand_v": ours.head_v_dim / ours.head_dim}
+        names.append("head_dim")
+        settings["expand_v"] = ours.head_v_dim / ours.head_dim
     if several:
-        names = ("num_householder", "use_forget_gate", "allow_neg_eigval")
-        settings |= {key: getattr(ours, key) for key in names}
+        names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
+    else:
+        settings["use_gate"] = ours.use_output_gate
+    settings |= {key: getattr(ours, key) for key in names}
     models = import_module("fla.models")
     return getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**settings))
 

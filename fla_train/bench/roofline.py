@@ -110,12 +110,11 @@ def _gates(shape: Shape) -> int:
 
 def bounds(shape: Shape, ceilings: Ceilings) -> tuple[float, float]:
     """Return the least seconds of a forward pass that keeps nothing, and of forward and backward."""
-    flops, traffic, kept = forward_flops(shape), forward_bytes(shape), kept_bytes(shape)
-    backward = ceilings.seconds(backward_flops(shape), backward_bytes(shape))
+    flops, traffic = forward_flops(shape), forward_bytes(shape)
+    both = ceilings.seconds(flops, traffic + kept_bytes(shape))
+    both += ceilings.seconds(backward_flops(shape), backward_bytes(shape))
     count = shape.batch * shape.tokens * shape.heads
-    return count * ceilings.seconds(flops, traffic), count * (
-        ceilings.seconds(flops, traffic + kept) + backward
-    )
+    return count * ceilings.seconds(flops, traffic), count * both
 
 
 def known_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings | None:
@@ -125,8 +124,5 @@ def known_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings | None:
     name = torch.cuda.get_device_name(device)
     flops = peak_flops(name, "bf16")
     bandwidth = next((speed for chip, speed in BANDWIDTH.items() if chip in name), None)
-    return (
-        None
-        if flops is None or bandwidth is None or OTHER_MODULES.search(name)
-        else Ceilings(flops, bandwidth)
-    )
+    known = flops is not None and bandwidth is not None and not OTHER_MODULES.search(name)
+    return Ceilings(flops, bandwidth) if known else None

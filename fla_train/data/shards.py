@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from fla_train.utils.filesystem import find_damage, replaced_file, write_whole
-from fla_train.utils.safe_files import find_json, read_json
+from fla_train.utils.safe_files import find_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -176,12 +176,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     remedy = f"delete {folder} and run fla-prepare again"
-    try:
-        manifest = read_json(path)
-    except FileNotFoundError as failure:
-        raise ValueError(f"{path} does not exist: run fla-prepare") from failure
-    except ValueError as failure:
-        raise ValueError(f"{failure}; {remedy}") from failure
+    manifest = find_json(path)
+    if manifest is None:
+        raise ValueError(f"{path} is missing or damaged; {remedy}")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; {remedy}")
     if manifest.pop("checksum", None) != _digest(manifest):

@@ -17,7 +17,7 @@ from fla_train.hub.checksums import CARD
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
-from fla_train.utils.safe_files import parse_yaml, read_json
+from fla_train.utils.safe_files import find_json, parse_yaml
 
 TRAINING_FILE = "training.json"  # a CardInfo as JSON
 PREFIX = "document_prefix"  # key of an export's config: the token ids before each document, none or one
@@ -176,10 +176,7 @@ def _results(export: Path) -> Iterator[EvalResult]:
     record = export / TRAINING_FILE
     written = (record if record.is_file() else export).stat().st_mtime
     for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
-        try:
-            result = read_json(file)
-        except ValueError:  # cut short by a full disk
-            continue
+        result = find_json(file) or {}  # a full disk may have cut it short
         if own_name(result.get("checkpoint", "")) == own_name(export) and file.stat().st_mtime >= written:
             metrics |= result.get("metrics", {})
     for key, value in metrics.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fla_train.utils.overrides import escape
-from fla_train.utils.safe_files import read_json, read_yaml
+from fla_train.utils.safe_files import find_json, read_yaml
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -20,14 +20,11 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 def kept_tokenizer(name: str, run: Path) -> str:
     """Return the name of a run's tokenizer; the copy with the prepared data if its path no longer exists."""
-    plan = run / "plan.json"
-    if os.path.isabs(name) and not os.path.exists(name) and plan.is_file():
-        try:
-            kept = Path(read_json(plan)["data_folder"]) / "tokenizer"
-        except (OSError, ValueError, KeyError, TypeError):
-            return name
-        return str(kept) if kept.is_dir() else name
-    return name
+    if not os.path.isabs(name) or os.path.exists(name):
+        return name
+    plan = find_json(run / "plan.json") or {}
+    kept = Path(str(plan.get("data_folder")), "tokenizer")
+    return str(kept) if kept.is_dir() else name
 
 
 def escaped(node: Any) -> Any:
