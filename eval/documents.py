@@ -54,11 +54,11 @@ def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:
     Raises:
         ValueError: a shard is missing or cut short.
     """
-    for part in prepared.parts().values():
-        manifest = part.manifest
+    for corpus in prepared.corpora().values():
+        manifest = corpus.manifest
         separator = int(manifest["settings"]["append_eos"])
         for number, record in enumerate(manifest["shards"]):
-            shard = Shard(part.folder, number, record, "validation", manifest["dtype"])
+            shard = Shard(corpus.folder, number, record, "validation", manifest["dtype"])
             start = 0
             for end in shard.ends().tolist():
                 yield shard.tokens(start, end - separator)

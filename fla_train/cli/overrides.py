@@ -25,7 +25,7 @@ from fla_train.utils.overrides import flat, quote
 
 GROUPS = ("experiment", "scale", "recipe", "debug")  # groups without a key
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL)
-PARTS = ("model/batch", "model/size", "model/variant", "model/zoo")  # other options are composed of these
+FRAGMENTS = ("model/batch", "model/size", "model/variant", "model/zoo")  # other options are composed of these
 
 
 def repository(config_dir: str | None = None) -> ConfigRepository:
@@ -45,7 +45,7 @@ def options(repo: ConfigRepository, group: str) -> list[str]:
         name for name in repo.get_group_options(group, ObjectType.CONFIG) if not name.startswith("common")
     ]
     for folder in repo.get_group_options(group, ObjectType.GROUP):
-        if f"{group}/{folder}" not in PARTS:
+        if f"{group}/{folder}" not in FRAGMENTS:
             names += [f"{folder}/{name}" for name in options(repo, f"{group}/{folder}")]
     return names
 
@@ -93,7 +93,7 @@ def _annotation(config_name: str, key: str) -> Any:
         if get_origin(kind) is dict:
             kind = get_args(kind)[1]
             continue
-        section = next((part for part in (kind, *get_args(kind)) if is_dataclass(part)), None)
+        section = next((x for x in (kind, *get_args(kind)) if is_dataclass(x)), None)
         kind = get_type_hints(section).get(name) if section else None
     return kind
 
@@ -209,15 +209,15 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
 
 
 def _closest(name: str, known: Iterable[str]) -> list[str]:
-    """Return at most six names that are like `name` as a whole or have a part like its last part."""
-    by_part: dict[str, list[str]] = {}
+    """Return at most six names that are like `name` as a whole or have a word like its last word."""
+    by_word: dict[str, list[str]] = {}
     for other in sorted(known):
-        for part in {*re.split(r"[./]", other)}:
-            by_part.setdefault(part, []).append(other)
-    parts = get_close_matches(re.split(r"[./]", name)[-1], by_part, n=2, cutoff=0.75)
+        for word in {*re.split(r"[./]", other)}:
+            by_word.setdefault(word, []).append(other)
+    words = get_close_matches(re.split(r"[./]", name)[-1], by_word, n=2, cutoff=0.75)
     # A long group makes any two of its keys alike.
     whole = get_close_matches(name, known, n=3, cutoff=0.85 if "." in name else 0.75)
-    return list(dict.fromkeys([*whole, *(other for part in parts for other in by_part[part])]))[:6]
+    return list(dict.fromkeys([*whole, *(other for word in words for other in by_word[word])]))[:6]
 
 
 def _did_you_mean(names: Sequence[str]) -> str:

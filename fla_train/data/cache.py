@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fla_train.data.config import DataConfig, cache_folder, part_configs
+from fla_train.data.config import DataConfig, cache_folder, corpus_configs
 from fla_train.data.mixture import integer_shares
 from fla_train.data.shards import FORMAT, MANIFEST, check_files, read_manifest
 from fla_train.data.sources import Source, open_source
@@ -41,21 +41,21 @@ class PreparedData:
             remedy = f"delete {folder.parent} and run fla-prepare again"
             raise ValueError(f"{folder}: {reason(failure)[:300]}; {remedy}") from failure
 
-    def parts(self) -> dict[str, "PreparedData"]:
-        """Return {name: corpus}: the parts of a mixture, else this corpus, or a stream's head, as ""."""
+    def corpora(self) -> dict[str, "PreparedData"]:
+        """Return {name: corpus}: the corpora of a mixture, else this corpus, or a stream's head, as ""."""
         if "parts" not in self.manifest:
             return {"": self}
         listed = self.manifest["parts"]
-        return {part["name"]: open_prepared(self.folder.with_name(part["folder"])) for part in listed}
+        return {corpus["name"]: open_prepared(self.folder.with_name(corpus["folder"])) for corpus in listed}
 
     def shares(self) -> dict[str, int]:
-        """Return {part: its sequences in a period of the mixture}, in the order of `parts`."""
+        """Return {corpus: its sequences in a period of the mixture}, in the order of `corpora`."""
         listed = self.manifest.get("parts", [{"name": "", "share": 1}])
-        return {part["name"]: part["share"] for part in listed}
+        return {corpus["name"]: corpus["share"] for corpus in listed}
 
     def commits(self) -> dict[str, str]:
-        """Return {part: the Hub's commit that it holds} of the parts from the Hub; "" without a mixture."""
-        commits = {name: part.manifest.get("commit") for name, part in self.parts().items()}
+        """Return {corpus: its commit on the Hub} of the corpora from the Hub; "" without a mixture."""
+        commits = {name: corpus.manifest.get("commit") for name, corpus in self.corpora().items()}
         return {name: commit for name, commit in commits.items() if commit}
 
     def verify(self) -> None:
@@ -64,9 +64,9 @@ class PreparedData:
         Raises:
             ValueError: naming the first file that differs, or the tokenizer.
         """
-        for part in self.parts().values():
-            check_files(part.folder, part.manifest, hashed=True)
-            part.tokenizer()
+        for corpus in self.corpora().values():
+            check_files(corpus.folder, corpus.manifest, hashed=True)
+            corpus.tokenizer()
 
     def describe(self) -> list[str]:
         """Return lines for the plan: documents, tokens, bytes per token, vocabulary."""
@@ -74,8 +74,8 @@ class PreparedData:
         stream = "stream of " if self.manifest.get("stream") else ""
         lines = [f"{stream}{source}, vocabulary {tokenizer['vocab_size']:,} ({tokenizer['name']})"]
         shares = self.shares()
-        for part, prepared in self.parts().items():
-            share = f"{part}: {shares[part]} of {sum(shares.values())} sequences; " if part else ""
+        for corpus, prepared in self.corpora().items():
+            share = f"{corpus}: {shares[corpus]} of {sum(shares.values())} sequences; " if corpus else ""
             for name, split in prepared.manifest["splits"].items():
                 where = f"{share}{name}{' of the first documents' if stream else ''}"
                 if not split["tokens"]:
@@ -150,7 +150,7 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
     """
     folder = prepared_folder(config)
     ready = folder is not None and (folder / MANIFEST).exists()
-    ready = ready and all(map(find_prepared, part_configs(config).values()))
+    ready = ready and all(map(find_prepared, corpus_configs(config).values()))
     return open_prepared(folder) if ready else None
 
 
@@ -160,7 +160,7 @@ def prepared_folder(config: DataConfig) -> Path | None:
     Raises:
         ValueError: as `cache_paths`.
     """
-    folders = {name: prepared_folder(part) for name, part in part_configs(config).items()}
+    folders = {name: prepared_folder(corpus) for name, corpus in corpus_configs(config).items()}
     if folders:
         return None if None in folders.values() else joined_folder(config, folders)
     try:
@@ -169,16 +169,16 @@ def prepared_folder(config: DataConfig) -> Path | None:
         return None
 
 
-def listed_parts(config: DataConfig, folders: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Return the manifest's list of the parts of a mixture or stream, which lie in `folders`."""
-    weights = {name: part.weight for name, part in config.mixture.items()} or {"": 1}
+def listed_corpora(config: DataConfig, folders: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return the manifest's list of the corpora of a mixture or stream, which lie in `folders`."""
+    weights = {name: corpus.weight for name, corpus in config.mixture.items()} or {"": 1}
     shares = integer_shares(weights)
     return [{"name": name, "folder": folders[name].name, "share": share} for name, share in shares.items()]
 
 
 def joined_folder(config: DataConfig, folders: Mapping[str, Path]) -> Path:
-    """Return the folder of a mixture or stream whose parts lie in `folders`."""
-    return cache_folder(config) / digest(config.stream, listed_parts(config, folders))
+    """Return the folder of a mixture or stream whose corpora lie in `folders`."""
+    return cache_folder(config) / digest(config.stream, listed_corpora(config, folders))
 
 
 def digest(*content: Any) -> str:

@@ -54,15 +54,15 @@ class SourceConfig:
 
 
 @dataclass
-class PartConfig(SourceConfig):
-    """One part of a mixture: its source, and its fraction of the sequences relative to the other weights."""
+class CorpusConfig(SourceConfig):
+    """A corpus of a mixture: its source, and its fraction of the sequences relative to the other weights."""
 
     weight: float | None = key(None, above=0)
 
     def check(self) -> Iterator[str]:
         yield from super().check()
         if self.weight is None:
-            yield "weight must be set: the part's fraction of the sequences, relative to the others"
+            yield "weight must be set: the corpus's fraction of the sequences, relative to the others"
 
 
 @dataclass
@@ -81,7 +81,7 @@ class DataConfig(SourceConfig):
     stream: bool = key(False, prepared="nothing")
     stream_head_documents: int = key(20_000, at_least=1, prepared="nothing")
     subset_tokens: dict[str, int] = key(factory=dict, prepared="nothing")
-    mixture: dict[str, PartConfig] = key(factory=dict, prepared="nothing")
+    mixture: dict[str, CorpusConfig] = key(factory=dict, prepared="nothing")
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     def check(self) -> Iterator[str]:
@@ -92,33 +92,33 @@ class DataConfig(SourceConfig):
             yield "tokenizer.name=bpe is trained on one corpus: give a mixture bytes, a folder or a Hub name"
         for name in ("max_documents", "max_tokens"):
             if self.source == "mixture" and getattr(self, name) is not None:
-                yield f"{name} does not limit a mixture: set data.mixture.PART.{name}"
+                yield f"{name} does not limit a mixture: set data.mixture.CORPUS.{name}"
             elif self.stream and getattr(self, name) is not None:
                 yield f"{name} does not limit a stream: leave it at null, or prepare the data"
         if self.stream and (self.source == "mixture" or self.contiguous):
             yield "stream=true reads one source in order: set it to false for a mixture or contiguous=true"
 
 
-def part_configs(config: DataConfig) -> dict[str, DataConfig]:
+def corpus_configs(config: DataConfig) -> dict[str, DataConfig]:
     """Return the settings that prepare each corpus of a mixture or stream; empty for a single corpus.
 
-    A part of a mixture has its own source, all else is the mixture's. A stream has the part "", its first
+    A corpus of a mixture has its own source, all else is the mixture's. A stream has the corpus "": its first
     documents, which are its validation split.
     """
     if config.stream:
         return {"": replace(config, stream=False, max_documents=config.stream_head_documents)}
-    parts = {}
-    for name, part in config.mixture.items():
-        settings = {key: value for key, value in vars(part).items() if key != "weight"}
-        parts[name] = replace(config, mixture={}, **settings)
-    return parts
+    corpora = {}
+    for name, corpus in config.mixture.items():
+        settings = {key: value for key, value in vars(corpus).items() if key != "weight"}
+        corpora[name] = replace(config, mixture={}, **settings)
+    return corpora
 
 
 def make_paths_absolute(config: DataConfig) -> None:
     """Make local paths absolute, so that a run can be resumed from another folder."""
-    for part in (config, *config.mixture.values()):
-        if part.path and (part.source == "local" or Path(part.path).expanduser().exists()):
-            part.path = absolute(part.path)
+    for corpus in (config, *config.mixture.values()):
+        if corpus.path and (corpus.source == "local" or Path(corpus.path).expanduser().exists()):
+            corpus.path = absolute(corpus.path)
     name = config.tokenizer.name
     if name not in ("bytes", "bpe") and Path(name).expanduser().exists():
         config.tokenizer.name = absolute(name)

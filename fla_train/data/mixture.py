@@ -13,45 +13,46 @@ LONGEST_PERIOD = 100_000
 
 
 class MixtureDataset:
-    """Sequence i is a pure function of i: `turns` gives the part at position `i % period`, and each part is
-    read in its order.
+    """Read several datasets in turn. Sequence i is a pure function of i.
+
+    `turns` gives the dataset at position `i % period`, and each dataset is read in its order.
 
     Args:
-        parts: the datasets; a part that has been read once begins its next epoch.
-        shares: turns of each part in a period.
+        datasets: the datasets; a dataset that has been read once begins its next epoch.
+        shares: turns of each dataset in a period.
     """
 
-    def __init__(self, parts: list[TokenDataset], shares: list[int]):
-        self.parts = parts
+    def __init__(self, datasets: list[TokenDataset], shares: list[int]):
+        self.datasets = datasets
         self._shares = np.asarray(shares, dtype=np.int64)
         self._turns = turns(shares)
-        self._rank = np.empty_like(self._turns)  # earlier turns of the same part in the period
-        for part in range(len(parts)):
-            mine = self._turns == part
+        self._rank = np.empty_like(self._turns)  # earlier turns of the same dataset in the period
+        for dataset in range(len(datasets)):
+            mine = self._turns == dataset
             self._rank[mine] = np.arange(mine.sum())
 
     def __len__(self) -> int:
-        """Return the number of sequences until one part has been read once."""
+        """Return the number of sequences until one dataset has been read once."""
         return min(
-            len(part) * len(self._turns) // int(share)
-            for part, share in zip(self.parts, self._shares, strict=True)
+            len(dataset) * len(self._turns) // int(share)
+            for dataset, share in zip(self.datasets, self._shares, strict=True)
         )
 
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Return the sequences `indices` (int64, >= 0) as [n, seq_len] int64."""
         rows = zip(*self.places(indices), strict=True)
-        return torch.cat([self.parts[part].sequences(np.array([index])) for part, index in rows])
+        return torch.cat([self.datasets[dataset].sequences(np.array([index])) for dataset, index in rows])
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
         """Return for each sequence where in (0, seq_len) documents begin: ascending int64."""
         rows = zip(*self.places(indices), strict=True)
-        return [self.parts[part].boundaries(np.array([index]))[0] for part, index in rows]
+        return [self.datasets[dataset].boundaries(np.array([index]))[0] for dataset, index in rows]
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the part of each index, and the index within that part: both [n] int64."""
+        """Return the dataset of each index, and the index within that dataset: both [n] int64."""
         periods, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._turns))
-        part = self._turns[place]
-        return part, periods * self._shares[part] + self._rank[place]
+        dataset = self._turns[place]
+        return dataset, periods * self._shares[dataset] + self._rank[place]
 
 
 # Map-style datasets. Sequence i is the same on any rank, in any batch and after any resume.
@@ -74,11 +75,10 @@ def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def turns(shares: list[int]) -> np.ndarray:
-    """Return the part whose turn it is at each position of the period: [sum of shares] int64.
+    """Return the dataset whose turn it is at each position of the period: [sum of shares] int64.
 
-    The turns of each part are spread evenly: turn j of a part with s turns is due after (j + 1/2) / s of the
-    period.
+    The turns of each dataset are spread evenly: turn j of s is due after (j + 1/2) / s of the period.
     """
-    parts = np.repeat(np.arange(len(shares)), shares)
+    datasets = np.repeat(np.arange(len(shares)), shares)
     due = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
-    return parts[np.argsort(due, kind="stable")]
+    return datasets[np.argsort(due, kind="stable")]

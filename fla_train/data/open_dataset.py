@@ -18,7 +18,7 @@ def open_train(folder: str | Path, seq_len: int, seed: int) -> Dataset:
     prepared = open_prepared(folder)
     if prepared.manifest.get("stream"):
         return StreamDataset(folder, seq_len)
-    datasets = [TokenDataset(part.folder, "train", seq_len, seed) for part in prepared.parts().values()]
+    datasets = [TokenDataset(corpus.folder, "train", seq_len, seed) for corpus in prepared.corpora().values()]
     if "parts" not in prepared.manifest:
         return datasets[0]
     return MixtureDataset(datasets, list(prepared.shares().values()))
@@ -33,22 +33,22 @@ def open_contiguous(
         ValueError: as `open_train`, or there are more rows than text.
     """
     prepared = open_prepared(folder)
-    parts = [TokenDataset(part.folder, "train", seq_len) for part in prepared.parts().values()]
+    datasets = [TokenDataset(corpus.folder, "train", seq_len) for corpus in prepared.corpora().values()]
     shares = list(prepared.shares().values())
-    return ContiguousDataset(parts, shares, rows, seed, document_boundaries=document_boundaries)
+    return ContiguousDataset(datasets, shares, rows, seed, packed=document_boundaries)
 
 
 def open_validation(folder: str | Path, seq_len: int) -> dict[str, tuple[TokenDataset, float]]:
-    """Return {part: its validation sequences and weight}, in the order of the mixture; weights add up to 1.
+    """Return {corpus: its validation sequences and weight}, in the order of the mixture; weights add up to 1.
 
-    A part whose split has no whole sequence is left out. A single corpus is the part "".
+    A corpus whose split has no whole sequence is left out. A single corpus has the name "".
     """
     prepared = open_prepared(folder)
     shares = prepared.shares()
     datasets = {
-        name: (TokenDataset(part.folder, "validation", seq_len), shares[name])
-        for name, part in prepared.parts().items()
-        if part.manifest["splits"]["validation"]["tokens"] >= seq_len
+        name: (TokenDataset(corpus.folder, "validation", seq_len), shares[name])
+        for name, corpus in prepared.corpora().items()
+        if corpus.manifest["splits"]["validation"]["tokens"] >= seq_len
     }
     whole = sum(share for _, share in datasets.values())
     return {name: (dataset, share / whole) for name, (dataset, share) in datasets.items()}

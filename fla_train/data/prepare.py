@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fla_train.data import cache, shards
 from fla_train.data.cache import PreparedData, open_prepared
-from fla_train.data.config import DataConfig, part_configs
+from fla_train.data.config import DataConfig, corpus_configs
 from fla_train.data.shards import FORMAT, MANIFEST, SPLITS
 from fla_train.data.sources import Source, hub_commit, is_on_hub, open_source
 from fla_train.data.tokenize import is_held_out, make_encoder, tokenize_source
@@ -45,7 +45,7 @@ def prepare(
     Args:
         log: receives one line at each stage.
         progress: show a progress bar on stderr, which is updated once a minute if stderr is not a terminal.
-        commits: the Hub's commit to read, by part of a mixture; "" without one. A dataset that is not listed
+        commits: the Hub's commit to read, by corpus of a mixture; "" without one. A dataset not listed
             is read at the commit that was prepared before, or that `data.revision` points to now.
 
     Raises:
@@ -56,10 +56,10 @@ def prepare(
     """
     require_valid(config, "data.")
     commits, prepared = commits or {}, {}
-    for name, part in part_configs(config).items():
+    for name, corpus in corpus_configs(config).items():
         if name:
-            log(f"data: part {name} of the mixture")
-        prepared[name] = _prepare_corpus(part, log, progress, commits.get(name))
+            log(f"data: corpus {name} of the mixture")
+        prepared[name] = _prepare_corpus(corpus, log, progress, commits.get(name))
     if prepared:
         return _joined(config, prepared)
     return _prepare_corpus(config, log, progress, commits.get(""))
@@ -71,10 +71,10 @@ def check_first_document(config: DataConfig) -> None:
     Raises:
         ValueError: there is none, or it can't be read, or lacks the text column.
     """
-    for part in list(part_configs(config).values()) or [config]:
-        local = part.path and part.source in ("local", "hub") and not is_on_hub(part)
-        if local and next(open_source(part).texts(), None) is None:
-            raise ValueError(f"data.path={part.path} holds no document")
+    for corpus in list(corpus_configs(config).values()) or [config]:
+        local = corpus.path and corpus.source in ("local", "hub") and not is_on_hub(corpus)
+        if local and next(open_source(corpus).texts(), None) is None:
+            raise ValueError(f"data.path={corpus.path} holds no document")
 
 
 def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | None) -> PreparedData:
@@ -98,15 +98,15 @@ def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | 
 
 
 def _joined(config: DataConfig, prepared: dict[str, PreparedData]) -> PreparedData:
-    """Write the manifest that joins the prepared parts of a mixture or stream, and a link to their tokenizer.
+    """Write the manifest that joins the corpora of a mixture or stream, and a link to their tokenizer.
 
     No token is copied. An equal manifest is not written again, since the cache may be read-only.
     """
-    folders = {name: part.folder for name, part in prepared.items()}
+    folders = {name: corpus.folder for name, corpus in prepared.items()}
     first = next(iter(prepared.values()))
-    manifest = first.manifest | {"parts": cache.listed_parts(config, folders), "shards": []}
+    manifest = first.manifest | {"parts": cache.listed_corpora(config, folders), "shards": []}
     if config.stream:
-        # The part may have been prepared when the same text lay elsewhere, or with other limits.
+        # The corpus may have been prepared when the same text lay elsewhere, or with other limits.
         now = {key: getattr(config, key) for key in ("path", "max_line_bytes", "shard_bytes")}
         manifest["settings"] = manifest["settings"] | {"max_documents": None} | now
         train = dict.fromkeys(("documents", "text_bytes", "unigram_entropy")) | {"tokens": math.inf}
@@ -115,7 +115,7 @@ def _joined(config: DataConfig, prepared: dict[str, PreparedData]) -> PreparedDa
         manifest["settings"] = manifest["settings"] | {"source": "mixture"}
         manifest |= {"source": {"kind": "mixture of " + ", ".join(prepared)}, "commit": None, "splits": {}}
         for split in SPLITS:
-            entries = [part.manifest["splits"][split] for part in prepared.values()]
+            entries = [corpus.manifest["splits"][split] for corpus in prepared.values()]
             sums = {key: sum(entry[key] for entry in entries) for key in _COUNTS}
             manifest["splits"][split] = sums | {"unigram_entropy": None}
     folder = cache.joined_folder(config, folders)

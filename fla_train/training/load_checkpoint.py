@@ -57,7 +57,7 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
         elements = max(start + numel for start, numel in before[0].values())
         state[group] = {
             # Step counts are equal on all ranks. They are copied, since mapped files may be deleted.
-            key: reshard([part[key] for part in saved], before, after, rank, size)
+            key: reshard([shard[key] for shard in saved], before, after, rank, size)
             if isinstance(value, Tensor) and value.numel() >= elements
             else deepcopy(value)
             for key, value in saved[nearest].items()

@@ -156,11 +156,11 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
     processes = dist.get_world_size() if dist.is_initialized() else 1
     tokenizer, source = data.manifest["tokenizer"]["name"], data.manifest["source"]
     kind = own_name(config.data.path) if source["kind"] == "local" else source["kind"]
-    parts = [config.data, *config.data.mixture.values()] if config.task is None else []
+    sources = [config.data, *config.data.mixture.values()] if config.task is None else []
     return CardInfo(
         name=folder.name,
         data=" ".join(filter(None, (source.get("path"), source.get("name")))) or kind,
-        datasets=[part.path for part in parts if part.source == "hub" and is_hub_name(part.path)],
+        datasets=[s.path for s in sources if s.source == "hub" and is_hub_name(s.path)],
         tokenizer=tokenizer and public_name(tokenizer),  # models of tasks have no tokenizer
         init_from=config.init_from and public_name(config.init_from),
         step=state.step,

@@ -49,7 +49,7 @@ class RunPlan:
         run_bytes: estimate of the run folder at its largest.
         data_bytes: size of the tokens to prepare; None if prepared, or if their number is unknown.
         training_tokens: tokens of the training split; None if it is streamed or not prepared.
-        validation_tokens: tokens of the validation split by component of a mixture ("" without a mixture);
+        validation_tokens: tokens of the validation split by corpus of a mixture ("" without a mixture);
             None: not prepared.
         validation_documents: documents of these splits.
         unigram_entropy: entropy of the validation split, nats per token.
@@ -121,8 +121,8 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
     width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
-    parts = data.parts().items() if data else ()
-    held_out = {name: part.manifest["splits"]["validation"] for name, part in parts}
+    corpora = data.corpora().items() if data else ()
+    held_out = {name: corpus.manifest["splits"]["validation"] for name, corpus in corpora}
     return RunPlan(
         request=request,
         config=config,

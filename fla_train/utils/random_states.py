@@ -36,4 +36,4 @@ def _values(state: object) -> object:
     """Return a state without tensors, for comparisons."""
     if isinstance(state, Tensor):
         return state.tolist()
-    return [_values(part) for part in state] if isinstance(state, tuple) else state
+    return [_values(item) for item in state] if isinstance(state, tuple) else state

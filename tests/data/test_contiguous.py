@@ -67,13 +67,13 @@ def test_no_document_continues_with_another(prepared):
 def test_rows_of_a_mixture_keep_to_their_part(mixture):  # noqa: F811
     prepared = quiet(mixture)
     data = open_contiguous(prepared.folder, 16, 1, 10, document_boundaries=False)
-    parts = np.array([data.places(np.arange(10 * step, 10 * step + 10))[0] for step in range(40)])
-    assert (parts == parts[0]).all()
-    assert np.bincount(parts[0]).tolist() == [5, 3, 2]
-    texts = [read(part, "train")[0] for part in prepared.parts().values()]
+    corpora = np.array([data.places(np.arange(10 * step, 10 * step + 10))[0] for step in range(40)])
+    assert (corpora == corpora[0]).all()
+    assert np.bincount(corpora[0]).tolist() == [5, 3, 2]
+    texts = [read(corpus, "train")[0] for corpus in prepared.corpora().values()]
     ids = torch.stack([batch.input_ids for batch in steps(data, 3, rows=10)])
-    for row, part in enumerate(parts[0]):
-        text = np.asarray(texts[part]).tolist()
+    for row, corpus in enumerate(corpora[0]):
+        text = np.asarray(texts[corpus]).tolist()
         first = int(data.places(np.array([row]))[1][0]) * 16
         if first + 48 <= len(text):
             assert ids[:, row].flatten().tolist() == text[first : first + 48]

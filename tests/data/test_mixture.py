@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fla_train.data.cache import open_prepared
-from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from fla_train.data.config import CorpusConfig, DataConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
@@ -15,9 +15,9 @@ from tests.data.conftest import quiet, write_jsonl
 
 @pytest.fixture
 def mixture(tmp_path, local, documents):
-    """Three parts of one corpus at 0.5, 0.3 and 0.2."""
-    parts = {"web": documents[:60], "code": documents[60:100], "maths": documents[100:]}
-    for name, rows in parts.items():
+    """Three corpora at 0.5, 0.3 and 0.2."""
+    corpora = {"web": documents[:60], "code": documents[60:100], "maths": documents[100:]}
+    for name, rows in corpora.items():
         write_jsonl(tmp_path / name / "a.jsonl", rows)
     weights = {"web": 0.5, "code": 0.3, "maths": 0.2}
     return DataConfig(
@@ -27,18 +27,18 @@ def mixture(tmp_path, local, documents):
         num_workers=0,
         validation_fraction=0.2,
         tokenizer=TokenizerConfig(name="bytes"),
-        mixture={name: PartConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()},
+        mixture={name: CorpusConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()},
     )
 
 
 @pytest.mark.parametrize("shares", [[1, 1], [7, 2, 1], [5, 3, 2], [97, 2, 1], [1, 1, 1, 1, 40], [13]])
 def test_every_window_holds_about_the_shares(shares):
-    """To one turn of the part, and to the turns that others have before or after it at each end."""
+    """To one turn of the corpus, and to the turns that others have before or after it at each end."""
     sequence, period = turns(shares), sum(shares)
     assert len(sequence) == period
     endless = np.tile(sequence, 3)
-    for part, share in enumerate(shares):
-        had = np.concatenate([[0], np.cumsum(endless == part)])
+    for corpus, share in enumerate(shares):
+        had = np.concatenate([[0], np.cumsum(endless == corpus)])
         for length in range(1, 2 * period + 1):
             counts = had[length:] - had[:-length]
             bound = 1 + len(shares) * share / period
@@ -58,20 +58,20 @@ def test_shares_of_decimal_weights():
 def test_a_mixture_is_its_parts_in_turn(mixture):
     prepared = quiet(mixture)
     data = open_train(prepared.folder, 32, seed=5)
-    parts = [TokenDataset(part.folder, "train", 32, seed=5) for part in prepared.parts().values()]
+    corpora = [TokenDataset(corpus.folder, "train", 32, seed=5) for corpus in prepared.corpora().values()]
     order = turns([5, 3, 2])
-    count = 10 * max(len(part) for part in parts)  # every part starts over
-    expected, next_of = [], [itertools.count() for _ in parts]
+    count = 10 * max(len(corpus) for corpus in corpora)  # every corpus starts over
+    expected, next_of = [], [itertools.count() for _ in corpora]
     for place in range(count):
-        part = order[place % 10]
-        expected.append(parts[part].sequences(np.array([next(next_of[part])]))[0])
+        corpus = order[place % 10]
+        expected.append(corpora[corpus].sequences(np.array([next(next_of[corpus])]))[0])
     whole = data.sequences(np.arange(count))
     assert torch.equal(whole, torch.stack(expected))
     some = np.array([count - 1, 3, 3, 17])  # any order, at once
     assert torch.equal(data.sequences(some), whole[some])
-    part, within = data.places(np.array([17]))
+    corpus, within = data.places(np.array([17]))
     assert data.boundaries(np.array([17]))[0].tolist() == (
-        parts[part[0]].boundaries(np.array([within[0]]))[0].tolist()
+        corpora[corpus[0]].boundaries(np.array([within[0]]))[0].tolist()
     )
 
 
@@ -80,7 +80,7 @@ def test_manifest_parts_and_validation(mixture):
     prepared = quiet(mixture, lines.append)
     assert open_prepared(prepared.folder).manifest == prepared.manifest
     assert [p["share"] for p in prepared.manifest["parts"]] == [5, 3, 2]
-    tokens = [part.manifest["splits"]["train"]["tokens"] for part in prepared.parts().values()]
+    tokens = [corpus.manifest["splits"]["train"]["tokens"] for corpus in prepared.corpora().values()]
     assert prepared.manifest["splits"]["train"]["tokens"] == sum(tokens)
     assert prepared.tokenizer().vocab_size == 259
     prepared.verify()
@@ -88,12 +88,12 @@ def test_manifest_parts_and_validation(mixture):
     assert list(validation) == ["web", "code", "maths"]
     assert [weight for _, weight in validation.values()] == [0.5, 0.3, 0.2]
     some = open_validation(prepared.folder, max(len(d) * 32 for d, _ in validation.values()))
-    assert 0 < len(some) < 3  # parts without a whole sequence are left out
+    assert 0 < len(some) < 3  # corpora without a whole sequence are left out
     assert sum(weight for _, weight in some.values()) == pytest.approx(1)
     assert any("web: 5 of 10 sequences" in line for line in prepared.describe())
     reweighted = replace(mixture, mixture={**mixture.mixture})
     reweighted.mixture["web"] = replace(mixture.mixture["web"], weight=1.0)
     other = quiet(reweighted)
     assert other.folder != prepared.folder
-    assert [p.folder for p in other.parts().values()] == [p.folder for p in prepared.parts().values()]
+    assert [p.folder for p in other.corpora().values()] == [p.folder for p in prepared.corpora().values()]
     assert quiet(mixture).folder == prepared.folder

@@ -25,7 +25,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from fla_train.data import tokenize
 from fla_train.data.cache import open_prepared
-from fla_train.data.config import DataConfig, PartConfig, TokenizerConfig
+from fla_train.data.config import CorpusConfig, DataConfig, TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.utils import filesystem
 from fla_train.utils.errors import Interrupted
@@ -68,7 +68,8 @@ def contents(folder):
 
 
 def mixture_of(local):
-    return replace(local, source="mixture", path=None, mixture={"a": PartConfig(path=local.path, weight=1.0)})
+    mixture = {"a": CorpusConfig(path=local.path, weight=1.0)}
+    return replace(local, source="mixture", path=None, mixture=mixture)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "hub"])
@@ -141,7 +142,7 @@ def test_all_invalid_settings_are_named_together():
     for key in ("validation_fraction", "max_tokens", "vocab_size"):
         assert f"data.{key}" in str(failure.value) or f"data.tokenizer.{key}" in str(failure.value)
     for name in ("../x", "/x", "a/../b", "a/b/c", "hf://datasets/a/b"):
-        part = {"a": PartConfig("hub", name, weight=1.0)}
+        part = {"a": CorpusConfig("hub", name, weight=1.0)}
         for config in (DataConfig(source="hub", path=name), DataConfig(source="mixture", mixture=part)):
             assert f"path={name} is neither a dataset on the Hub" in " ".join(find_errors(config, "data."))
 
@@ -437,7 +438,7 @@ def test_a_shard_that_is_cut_short_or_lost_is_named(local, damage):
 @pytest.mark.parametrize("kind", ["corpus", "mixture", "stream"])
 def test_a_lost_or_damaged_tokenizer_is_named(local, kind):
     data = quiet(mixture_of(local) if kind == "mixture" else replace(local, stream=kind == "stream"))
-    (part,) = data.parts().values()
+    (part,) = data.corpora().values()
     file = part.folder / "tokenizer" / "tokenizer.json"
     file.write_text(file.read_text()[:500])
     message = f"delete {part.folder} and run fla-prepare again"

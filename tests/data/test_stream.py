@@ -97,7 +97,7 @@ def test_shards_of_another_tokenizer_are_not_read(tmp_path, streamed, monkeypatc
     bpe = replace(streamed, tokenizer=TokenizerConfig(name="bpe", vocab_size=300))
     first = quiet(bpe)
     ids = StreamDataset(first.folder, T).sequences(np.arange(9))
-    (head,) = first.parts().values()
+    (head,) = first.corpora().values()
     shutil.rmtree(head.folder)
     load = preparation.load_tokenizer
     monkeypatch.setattr(preparation, "load_tokenizer", lambda config, texts: load(config, list(texts)[30:]))

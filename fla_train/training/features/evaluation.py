@@ -86,27 +86,27 @@ class Evaluation(Callback):
 
 
 class TextEvaluation(Evaluation):
-    """Compute losses of held-out text, overall and for each component of a mixture."""
+    """Compute losses of held-out text, overall and for each corpus of a mixture."""
 
     def attach(self, trainer) -> None:
         super().attach(trainer)
         config, data = trainer.config, trainer.data
-        self._components = dict(open_validation(data.folder, config.trainer.seq_len))
+        self._corpora = dict(open_validation(data.folder, config.trainer.seq_len))
         if config.data.document_boundaries:
-            self._components = {
-                name: (PackedDataset(dataset), weight) for name, (dataset, weight) in self._components.items()
+            self._corpora = {
+                name: (PackedDataset(dataset), weight) for name, (dataset, weight) in self._corpora.items()
             }
-        sizes = token_bytes(data.tokenizer()) if self._components else None
+        sizes = token_bytes(data.tokenizer()) if self._corpora else None
         self._token_sizes = None if sizes is None else torch.from_numpy(sizes).to(trainer.engine.device)
 
     def evaluate(self, step: int) -> Record | None:
-        """Evaluate the first `trainer.eval_tokens` tokens, divided evenly among the components."""
+        """Evaluate the first `trainer.eval_tokens` tokens, divided evenly among the corpora."""
         settings, mesh = self.trainer.config.trainer, self.trainer.mesh
-        if not self._components:
+        if not self._corpora:
             return None
-        limit = max(1, settings.eval_tokens // len(self._components) // settings.seq_len)
+        limit = max(1, settings.eval_tokens // len(self._corpora) // settings.seq_len)
         results = {}
-        for name, (sequences, weight) in self._components.items():
+        for name, (sequences, weight) in self._corpora.items():
             batches = sequential_batches(
                 sequences, settings.micro_batch_size, limit=limit, rank=mesh.data_rank, world=mesh.data_world
             )
@@ -271,21 +271,21 @@ def evaluate(
     return result | {f"loss_at/{name}": total[i] / targets[i] for i, name in enumerate(names) if targets[i]}
 
 
-def validation_record(components: Mapping[str, tuple[Mapping[str, float], float]]) -> Record:
-    """Return the weighted mean of `evaluate` over a mixture's components, and the results of each.
+def validation_record(corpora: Mapping[str, tuple[Mapping[str, float], float]]) -> Record:
+    """Return the weighted mean of `evaluate` over a mixture's corpora, and the results of each.
 
     Args:
-        components: name ("" without a mixture) -> result of `evaluate` and weight.
+        corpora: name ("" without a mixture) -> result of `evaluate` and weight.
     """
 
     def mean(key: str) -> float:
-        known = [(result[key], weight) for result, weight in components.values() if key in result]
+        known = [(result[key], weight) for result, weight in corpora.values() if key in result]
         return sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
 
-    keys = dict.fromkeys(key for result, _ in components.values() for key in result)
+    keys = dict.fromkeys(key for result, _ in corpora.values() for key in result)
     record: Record = {f"validation_{key}": mean(key) for key in keys}
     record["validation_perplexity"] = perplexity(record["validation_loss"])
-    for name, (result, _) in components.items():
+    for name, (result, _) in corpora.items():
         if name:
             values = result | {"perplexity": perplexity(result["loss"])}
             shown = {key: value for key, value in values.items() if not key.startswith("loss_at/")}

@@ -188,7 +188,7 @@ class InitialStates(Callback):
         sent = [index[theirs[owner[theirs] == rank]] for theirs in wanted]
         # Rank that sends each received row. Rows arrive in the order of ranks.
         received = owner[wanted[rank]]
-        sizes = np.bincount(received, minlength=world).tolist(), [len(part) for part in sent]
+        sizes = np.bincount(received, minlength=world).tolist(), [len(rows) for rows in sent]
         taken = self._to_device(np.concatenate(sent))
         put = self._to_device(np.argsort(received, kind="stable"))
         for state in self._start.values():
