@@ -44,7 +44,7 @@ def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: A
 
 @cache
 def _parameters(kernel: triton.JITFunction) -> tuple[list[str], list[str], list[str], dict[Hashable, Any]]:
-    """Names of all arguments, of the constexpr ones and of the others; and the compiled variants by key."""
+    """Return all arguments' names, the constexpr ones, the others, and the compiled variants by key."""
     constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     variables = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     return kernel.arg_names, constants, variables, {}

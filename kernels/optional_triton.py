@@ -11,7 +11,7 @@ try:
 except ImportError:
 
     class _Placeholder:
-        """Answers the decorators, annotations and constants by which a module defines its kernels."""
+        """Answer the decorators, annotations and constants by which a module defines its kernels."""
 
         def __getattr__(self, name: str) -> "_Placeholder":
             return self

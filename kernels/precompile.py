@@ -41,7 +41,7 @@ def precompile(work: Callable[[], object], threads: int) -> None:
 
 
 class _CompileAndLoad(ThreadPoolExecutor):
-    """Threads that run Triton's jobs, each of which returns a kernel, and load the kernel on this device."""
+    """Run Triton's jobs, each of which returns a kernel, in threads, and load the kernel on this device."""
 
     def __init__(self, threads: int):
         device = torch.cuda.current_device()  # in a new thread it is the first
@@ -58,7 +58,7 @@ class _CompileAndLoad(ThreadPoolExecutor):
 
 @contextmanager
 def _without_launches() -> Iterator[None]:
-    """Inside, a launch of a kernel compiles it, and returns None: the compiled kernel is still to come."""
+    """Make launches inside the `with` block compile the kernel and return None before it is compiled."""
     launch, tune = triton.JITFunction.run, triton.runtime.Autotuner.run
 
     def refuse(kernel: triton.runtime.Autotuner, *_: Any, **__: Any) -> None:

@@ -35,7 +35,7 @@ class LinearAttention(nn.Module):
         nn.init.ones_(self.temperature)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Three times the forward pass: projections, scores of half a chunk, states read and written."""
+        """Return three times the forward pass: projections, scores of half a chunk, reads and writes of S."""
         weights = sum(layer.weight.numel() for layer in self.children())
         head_dim = self.temperature.shape[1]
         return 3 * 2 * (weights + self.heads * head_dim * (self.chunk + 2 * head_dim))

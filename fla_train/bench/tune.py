@@ -71,7 +71,7 @@ def key_of(shape: Shape, device: torch.device) -> Key:
 
 @dataclass(frozen=True)
 class Check:
-    """Compares results with `reference`, by name, on one problem."""
+    """Compare results with `reference`, by name, on one problem."""
 
     problem: Problem
     reference: dict[str, Tensor]

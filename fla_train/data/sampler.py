@@ -89,7 +89,7 @@ class PackedDataset:
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """Splits the global batch of step s, sequences [s G, (s + 1) G), into micro-batches of ranks.
+    """Split the global batch of step s, sequences [s G, (s + 1) G), into micro-batches of ranks.
 
     The sequences of a step do not depend on `micro_batch` or `world`, so a run may resume with others.
 

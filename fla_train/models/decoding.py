@@ -142,7 +142,7 @@ def generate_tokens(
 
 @dataclass(frozen=True)
 class Choice:
-    """How a token is chosen from logits."""
+    """Describe how a token is chosen from logits."""
 
     processors: tuple[LogitsProcessor, ...]
     do_sample: bool  # draw from softmax(scores) instead of taking the largest

@@ -40,7 +40,7 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
 
 
 def _grouped(x: list[float], y: list[float], weights: list[float], groups: int) -> list[np.ndarray]:
-    """Adjacent points joined to `groups` weighted means."""
+    """Join adjacent points to `groups` weighted means."""
     starts = np.arange(0, len(x), -(-len(x) // groups))
     totals = np.add.reduceat(weights, starts)
     return [np.add.reduceat(np.multiply(values, weights), starts) / totals for values in (x, y)]

@@ -5,7 +5,7 @@ processes share. The writer's process reads the buffer, hashes and writes the fi
 Training therefore does not wait for Python's lock, checksums or slow disks. The writer imports only the
 standard library, starts within 0.1 s, needs little memory, and ends with its trainer.
 
-The ranks' writers share only the folder that they write. Each writer saves `part-R.json`, the manifest
+The ranks' writers share only the folder that they write. Each writer saves `files-R.json`, the manifest
 entries of its files, once the files are on disk. Rank 0's writer waits for these files of the other ranks,
 writes the manifest and renames the folder. It gives up when its trainer sends the error of another rank.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20
 # Seconds within which a shared file system must show rank 0 the files of another rank.
 VISIBLE = 120.0
-POLL = 0.1  # seconds between checks for the other ranks' `part-R.json`
+POLL = 0.1  # seconds between checks for the other ranks' `files-R.json`
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def write(save: Save, staging: int, unstaged: bytes, trainer: Connection) -> str
             files = dict(zip(save.files, entries, strict=True))
         if save.rank:
             sync(writing)
-            write_whole(_part(writing, save.rank), json.dumps(files))
+            write_whole(_list_of(writing, save.rank), json.dumps(files))
             return None
-        files |= _collect_parts(writing, save.content["world_size"], trainer)
+        files |= _collect_lists(writing, save.content["world_size"], trainer)
         checkpoint.write_manifest(writing, {**save.content, "files": dict(sorted(files.items()))})
         sync(writing)
         # Replace the remains of a corrupt checkpoint of the same step.
@@ -191,11 +191,11 @@ def _write_file(
     return {"bytes": sum(length for *_, length in segments), "sha256": digest.hexdigest()}
 
 
-def _part(writing: Path, rank: int) -> Path:
-    return writing / f"part-{rank}.json"
+def _list_of(writing: Path, rank: int) -> Path:
+    return writing / f"files-{rank}.json"
 
 
-def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[str, dict]:
+def _collect_lists(writing: Path, world_size: int, trainer: Connection) -> dict[str, dict]:
     """Return the manifest entries of the other ranks' files, once all of them exist.
 
     Raises:
@@ -210,14 +210,14 @@ def _collect_parts(writing: Path, world_size: int, trainer: Connection) -> dict[
             raise WriteFailed(f"rank {names}: rank 0 sees no files: do all machines share run.dir?")
         for rank in list(missing):
             with suppress(FileNotFoundError):
-                files |= json.loads(_part(writing, rank).read_text())
+                files |= json.loads(_list_of(writing, rank).read_text())
                 missing.remove(rank)
         if missing and trainer.poll(POLL):
             if error := trainer.recv():
                 raise WriteFailed(error)
             deadline = time.monotonic() + VISIBLE
     for rank in range(1, world_size):
-        _part(writing, rank).unlink()
+        _list_of(writing, rank).unlink()
     return files
 
 

@@ -38,7 +38,7 @@ def chunk_delta_product(
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How tokens fall into chunks, and chunks into sequences.
+    """Describe how tokens fall into chunks, and chunks into sequences.
 
     The states form one list. A sequence of c chunks owns c + 1 neighbouring entries, and an empty one owns
     one entry, its initial and final state. A chunk leads from its entry to the next.

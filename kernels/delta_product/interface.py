@@ -184,7 +184,7 @@ def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, leading: str) -> None:
-    """`leading` names the axes before N and the heads: "B T" for sequences, "B" for one step."""
+    """Check dtypes and shapes. `leading` names the axes before N and the heads: "B T", for one step "B"."""
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     dtype = compute_dtype(q)

@@ -59,7 +59,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Selection:
-    """How the Triton backend runs a call. The kernels are None for `fused_recurrent` and under tracing."""
+    """Describe how Triton runs a call. The kernels are None for `fused_recurrent` and under tracing."""
 
     algorithm: str  # "fused_recurrent" or "chunk"
     algorithm_reason: str
@@ -95,7 +95,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Override:
-    """Decisions made in place of `select_kernel`'s; None: as it decides."""
+    """Replace decisions of `select_kernel`; None keeps its own."""
 
     algorithm: str | None = None
     segment_chunks: int | None = None  # 0: sequences stay whole
@@ -264,7 +264,7 @@ def busy(programs: int, processors: int) -> float:
 
 
 def _select_algorithm(sizes: Sizes, override: Override) -> Selection:
-    """The decisions that shapes depend on. torch.compile traces this: no caches, no text made of sizes."""
+    """Decide what shapes depend on. torch.compile traces this: no caches, no text made of sizes."""
     device, dtype, batch, tokens, heads, key_dim, value_dim, num_householder, documents, *_ = sizes
     algorithm, reason = "fused_recurrent", "narrow heads in float32 on short rows do not pay for chunks"
     if override.algorithm is not None:

@@ -255,7 +255,7 @@ def _to(
 
 
 def _tolerance(tensor: str, backend: str, dtype: torch.dtype, case: Case) -> float:
-    """Two to three times the rounding error of a right backend on these cases; tests are stricter."""
+    """Return two to three times the rounding error of a right backend on these cases; tests are stricter."""
     if dtype == torch.float64:
         return 1e-9
     if dtype == torch.float32:

@@ -326,7 +326,7 @@ def narrowed(b_x, scale, p):
 
 @triton.jit
 def store_transposed(p, b_x, scale, o_m, o_n, mask, stride):
-    """The transpose of b_x in bf16 as float8.
+    """Store the transpose of b_x in bf16 as float8.
 
     It is transposed before it is narrowed: of float8 tiles, made of fp32, Triton 3.6 and ptxas 12.8 stored
     other bytes.

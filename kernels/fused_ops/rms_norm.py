@@ -223,7 +223,7 @@ def _norm_tiles(x: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def _gate_sizes(x: Tensor, **gates: Tensor | None) -> dict[str, int]:
-    """The rows of x that a row of the gate has (0: no gate), and the row strides of gate and gradient."""
+    """Return the rows of x per row of the gate (0: no gate), and the row strides of gate and gradient."""
     gate = gates["gate"]
     heads = 0 if gate is None else gate.shape[-1] // x.shape[-1]
     return {"H": heads} | {f"S_{name}": row_stride(y) if heads else 0 for name, y in gates.items()}

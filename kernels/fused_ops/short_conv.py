@@ -77,7 +77,7 @@ def short_convolution(
 def _torch_short_convolution(
     x: Tensor, weight: Tensor, position_in_document: Tensor | None, before: Tensor | None
 ) -> Tensor:
-    """The definition, as W shifted multiply-adds.
+    """Compute the definition, as W shifted multiply-adds.
 
     This is as fast on CPUs as a grouped `conv1d`, needs no transposes, and makes the reset at document
     boundaries a mask per shift.
@@ -141,7 +141,7 @@ def _gradients(
 
 
 class _ShortConvolutionOfParts(torch.autograd.Function):
-    """As above, with gradients of the inputs before x [R, W-1, D] and of the last ones, which it returns too.
+    """Convolve with gradients of the inputs before x [R, W-1, D] and of the last ones, which it also returns.
 
     Only the first W-1 outputs depend on the former, and only the last W-1 inputs are among the latter, so
     PyTorch computes these two on slices. By slices outside of this function autograd would fill and add

@@ -90,7 +90,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, du
 
 
 def _swiglu_launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid (blocks of columns fastest) and sizes for y [..., D]; the others have separate row strides."""
+    """Return grid (blocks of columns fastest) and sizes for y [..., D]; others have separate row strides."""
     size = y.shape[-1]
     columns = min(MAX_COLUMNS, next_power_of_2(size))
     tile_rows, rows = SWIGLU_ELEMENTS // columns, y.numel() // size

@@ -87,7 +87,7 @@ def merge(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _norm_step(x: Tensor, residual: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """rmsnorm(x + residual) and that sum, [B, 1, D] each; `x` may come in parts if there is a residual."""
+    """Return rmsnorm(x + residual) and that sum, [B, 1, D] each; with a residual `x` may come in parts."""
     tokens, _, size = x.shape[-3:]
     total = x if residual is None else torch.empty_like(residual)
     y, overlap = torch.empty_like(total), overlaps(x)

@@ -56,7 +56,7 @@ class ForwardFlops:
 
     @property
     def training(self) -> float:
-        """Forward and backward pass; the latter costs twice as much."""
+        """Return the FLOPs of forward and backward pass; the latter costs twice as much."""
         return 3 * (self.projections + self.attention + self.recurrences)
 
 

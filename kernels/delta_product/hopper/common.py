@@ -50,7 +50,7 @@ class TmaDescriptor(TensorDescriptor):
     """A matrix as the copy engine has it, without the checks of one that anybody may have made."""
 
     def __post_init__(self) -> None:
-        """Making them costs the host a quarter of a launch."""
+        """Skip the checks, which cost the host a quarter of a launch."""
 
 
 def persistent_programs(work: int, device: torch.device) -> int:
@@ -91,7 +91,7 @@ def with_tma_descriptors(
 
 
 def _rows(tensor: Tensor, heads: int, width: int) -> TmaDescriptor:
-    """A tensor as [rows, heads x width]; as [rows, heads, width] where tiles are wider, or heads apart.
+    """Describe a tensor as [rows, heads x width]; as [rows, heads, width] if tiles are wider, or heads apart.
 
     Elements of a tile beyond its head are zero then.
     """
@@ -109,7 +109,7 @@ def _states(tensor: Tensor, height: int, width: int) -> TmaDescriptor:
 
 
 def _matrix(tensor: Tensor, shape: list[int], tile: list[int]) -> TmaDescriptor:
-    """A tensor off the copy engine's alignment is copied."""
+    """Describe a tensor in tiles. Copy it first if it lacks the copy engine's alignment."""
     tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
     view = tensor.view(shape)
     layout = TILE.value if len(tile) == 2 else TILE_IN_3D
@@ -117,7 +117,7 @@ def _matrix(tensor: Tensor, shape: list[int], tile: list[int]) -> TmaDescriptor:
 
 
 def _padded(width: int) -> int:
-    """Rounded up to the width of a tile, for K and for tiles of V up to 128."""
+    """Return `width` rounded up to the width of a tile, for K and for tiles of V up to 128."""
     return ROWS.value * ceil_div(width, ROWS.value)
 
 
@@ -382,7 +382,7 @@ def suffix_sums(x):
 
 @gluon.jit
 def widened(x):
-    """Widen to fp32; of bf16 by one instruction a number, where the compiler takes two."""
+    """Widen to fp32, from bf16 by one instruction per number; the compiler takes two."""
     if x.dtype == gl.bfloat16:
         halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
         return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)

@@ -149,7 +149,7 @@ def fallback(most_warps: int = 8) -> LaunchOptions:
 
 
 def _most_warps(dtype: torch.dtype, key: Key) -> int:
-    """A B200 has 512 columns of tensor memory, of which Triton 3.6 and 3.7 want up to 608 with 8 warps."""
+    """Return the most warps. Of a B200's 512 columns of tensor memory, 8 warps may want 608 (Triton 3.6)."""
     wide = key.key_dim > HOPPER_TILE or dtype == torch.float32
     return 16 if wide and key.architecture.startswith("10.") else 8  # with 16 they want none
 
