@@ -249,19 +249,15 @@ def _one_line(source: Path | str) -> Iterator[None]:
     """Turn any error of a library about a checkpoint's files into a `ValueError` of one line."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except MixerError as failure:
-        raise ValueError(f"{source}: {failure}") from failure
-    except BaseException as failure:  # a panic of a Rust library is not an Exception
+    except Exception as failure:
         raise ValueError(_explain(source, failure)) from failure
 
 
-def _explain(source: Path | str, failure: BaseException) -> str:
+def _explain(source: Path | str, failure: Exception) -> str:
     line = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     if not (line and isinstance(failure, OSError | ValueError | RuntimeError)):
         line = f"{type(failure).__name__}: {line}"
-    if "trust_remote_code" in str(failure):
+    if "trust_remote_code" in str(failure) and not isinstance(failure, MixerError):
         return f"{source} needs its own Python code: give trust_remote_code=true if you trust it"
     if isinstance(source, str) and isinstance(failure, OSError):
         return f"cannot load {source}: no such folder, and the Hub did not deliver it ({line})"

@@ -1,13 +1,10 @@
 """Upload an exported folder to the Hugging Face Hub as one commit."""
 
-import glob
 import re
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
 from fla_train.hub.checksums import CARD, REMEDY, find_export_damage, visible_files
@@ -19,13 +16,12 @@ HTTPError = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever this hu
 ACCESS = (401, 403, 404)  # statuses that reject a token or a name
 NO_TOKEN = "no Hub token: run `hf auth login` or set HF_TOKEN"
 # Files of an earlier export that would change how this one loads. They are deleted unless they are replaced.
-# All are at the top level: other folders of the repository belong to its owner.
-EARLIER = [
-    *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "checksums.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template.jinja", "modeling.py", "delta_product.py", "fused_ops.py", "launching.py"),
-]
-TEMPLATES = "additional_chat_templates/*"
+# Other folders of the repository belong to its owner.
+EARLIER = re.compile(
+    r"[^/]*\.(safetensors|bin|index\.json)|(config|generation_config|checksums)\.json|tokenizer[^/]*"
+    r"|special_tokens_map\.json|added_tokens\.json|vocab\.[^/]*|merges\.txt|chat_template\.jinja"
+    r"|(modeling|delta_product|fused_ops|launching)\.py|additional_chat_templates/.*"
+)
 
 
 def push(
@@ -73,30 +69,21 @@ def push(
         raise ValueError(f"{NO_TOKEN}; the model is safe in {origin}")
     if damage := find_export_damage(folder):
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
-    names = visible_files(folder)
+    contents: dict[str, Path | bytes] = {file: folder / file for file in visible_files(folder)}
     api = HfApi(endpoint=endpoint, token=token)
     try:
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        with TemporaryDirectory(prefix="fla-push-") as scratch:
-            staged = Path(scratch)
-            for file in names:
-                (staged / file).parent.mkdir(parents=True, exist_ok=True)
-                (staged / file).symlink_to((folder / file).absolute())
-            if CARD in names:
-                (staged / CARD).unlink()
-                card = published_card(folder, name, origin, license=license, language=language)
-                (staged / CARD).write_text(card)
-            present = [file for file in api.list_repo_files(name, revision=revision) if "/" not in file]
-            earlier = [file for file in present if any(fnmatch(file, pattern) for pattern in EARLIER)]
-            commit = api.upload_folder(
-                repo_id=name,
-                folder_path=staged,
-                revision=revision,
-                commit_message=f"Upload {own_name(folder)} with fla-train",
-                delete_patterns=[*map(glob.escape, earlier), TEMPLATES],
-            )
+        if CARD in contents:
+            card = published_card(folder, name, origin, license=license, language=language)
+            contents[CARD] = card.encode()
+        operations = [CommitOperationAdd(file, content) for file, content in contents.items()]
+        for file in api.list_repo_files(name, revision=revision):
+            if file not in contents and EARLIER.fullmatch(file):
+                operations.append(CommitOperationDelete(file))
+        message = f"Upload {own_name(folder)} with fla-train"
+        commit = api.create_commit(name, operations, commit_message=message, revision=revision)
         if tag is not None:
             with suppress(RevisionNotFoundError):
                 api.delete_tag(name, tag=tag)
