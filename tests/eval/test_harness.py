@@ -1,6 +1,5 @@
 """The lm-eval bridge against plain HFLM, against direct computations, and on tasks with known scores."""
 
-import copy
 import json
 import math
 import os
@@ -58,17 +57,6 @@ def test_equal_to_plain_hflm(model, tokenizer) -> None:
             assert np.array(found) == pytest.approx(np.array(plain), rel=1e-5)
     else:
         assert answers == expected
-
-
-@torch.no_grad()
-def test_a_bf16_model_has_its_log_likelihoods_in_fp32(tokenizer, scholar) -> None:
-    model = copy.deepcopy(scholar).to(torch.bfloat16)
-    lm = FlaTrainLM(model, tokenizer, batch_size=1, max_length=100)
-    context, continuation = "The sky is", " blue, and the sea is too"
-    head, tail = tokenizer(context)["input_ids"], tokenizer(continuation)["input_ids"]
-    expected = -token_losses(model, head + tail)[-len(tail) :].sum()
-    ((found, _),) = lm.loglikelihood(requests("loglikelihood", [(context, continuation)]), disable_tqdm=True)
-    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch) -> None:

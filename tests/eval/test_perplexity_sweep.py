@@ -1,7 +1,6 @@
 """The chunked sweep against one fp64 pass over each document, and its statistics against `statistics`."""
 
 import math
-import statistics
 
 import numpy as np
 import pytest
@@ -39,27 +38,6 @@ def test_equals_a_single_pass_whatever_the_chunk(model, documents, chunk, batch_
                 assert found == pytest.approx(losses[a:b].sum(), abs=1e-9)
             else:
                 assert math.isnan(found)
-
-
-def test_lengths_and_positions(model, documents) -> None:
-    model.double()
-    losses = direct(model, documents, [2])
-    table = loss_table(model, documents, EDGES, prefix=[2], chunk=10, batch_size=3)
-    for length in EDGES[1:]:
-        means = [row[:length].mean() for row in losses if len(row) >= length]
-        estimate = table.up_to(length)
-        assert estimate.mean.documents == len(means) == sum(n >= length for n in LENGTHS)
-        assert estimate.mean.value == pytest.approx(statistics.mean(means), abs=1e-9)
-        error = statistics.stdev(means) / math.sqrt(len(means))
-        assert estimate.mean.stderr == pytest.approx(error, abs=1e-9)
-        assert estimate.values()["perplexity"].value == pytest.approx(math.exp(statistics.mean(means)))
-    curve = list(table.by_position(32))
-    assert [(a, b) for a, b, _ in curve] == [(0, 8), (8, 16), (16, 32)]
-    for a, b, estimate in curve:  # always the three documents that reach 32
-        assert estimate.mean.documents == 3
-        assert estimate.mean.value == pytest.approx(
-            statistics.mean(row[a:b].mean() for row in losses[:3]), abs=1e-9
-        )
 
 
 def test_losses_are_counted_by_document(model) -> None:

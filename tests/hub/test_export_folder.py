@@ -179,12 +179,8 @@ def test_a_full_disk_leaves_no_export(
     assert list(tmp_path.iterdir()) == [export]
 
 
-def remove(file: Path) -> None:
-    file.unlink()
-
-
 def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1000])
+    os.truncate(file, file.stat().st_size - 1000)
 
 
 def change(file: Path) -> None:
@@ -205,7 +201,7 @@ def test_every_file_but_the_card_has_its_checksum(export: Path) -> None:
     assert find_export_damage(export) is None
 
 
-@pytest.mark.parametrize("damage", [remove, cut, change])
+@pytest.mark.parametrize("damage", [Path.unlink, cut, change])
 def test_damaged_weights_are_named(damage, export: Path, tmp_path: Path) -> None:
     weights = export / "model.safetensors"
     damage(weights)

@@ -80,14 +80,6 @@ def test_inputs_are_uniform_and_positions_independent() -> None:
         assert abs(chi_square - (cells - 1)) < 5 * np.sqrt(2 * (cells - 1)), (cells, chi_square)
 
 
-def test_a_fixed_size_repeats() -> None:
-    task = GroupWords("S3", 12, num_sequences=10)
-    assert torch.equal(task.batch([3, 9]).input_ids, task.batch([13, 10**9 + 9]).input_ids)
-    free = GroupWords("S3", 12)
-    assert torch.equal(task.batch(range(10)).input_ids, free.batch(range(10)).input_ids)
-    assert not torch.equal(free.batch([3]).input_ids, free.batch([13]).input_ids)
-
-
 def test_metrics_of_known_mistakes() -> None:
     task: Task = GroupWords("Z5", 4)
     batch = task.batch(range(4))
