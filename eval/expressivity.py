@@ -7,7 +7,6 @@ from operator import add
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -16,6 +15,7 @@ from fla_train.eval.config import ExpressivityConfig
 from fla_train.eval.result import Measured, Score
 from fla_train.eval.result_cache import Job, describe_code
 from fla_train.eval.session import Session
+from fla_train.hub.card import recorded_config
 from fla_train.hub.load import training_record
 from fla_train.tasks.config import TEST_SEED, is_own, make_task, task_class, tasks_for_testing
 from fla_train.tasks.score import Score as TaskScore
@@ -43,8 +43,7 @@ def trained_task(
         ValueError: the model was not trained on a task, or the task is a Python class and the user neither
             names it (`permitted`) nor trusts the checkpoint.
     """
-    text = training_record(model).get("config")
-    node = OmegaConf.to_container(OmegaConf.create(text)).get("task") if text else None
+    node = recorded_config(training_record(model)).get("task")
     if node is None:
         raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
     task = TaskConfig(**node)

@@ -118,17 +118,11 @@ def render_card(
         info=info,
         config=config,
         count=count,
-        tokens_per_parameter=info.tokens and info.tokens / count.embedding_once,
-        attention_layers=sum(
-            kind != "linear_attention" for kind in getattr(config, "layer_types", None) or ()
-        ),
         settings=_settings(model),
-        foreign=not isinstance(config, DeltaProductConfig),
         plots=plots,
         package=package,
         mixer=mixer,
         remote_code=remote_code,
-        trust=", trust_remote_code=True" if remote_code else "",
         tokenizer=tokenizer,
         delta_product=ours,
     )

@@ -1,6 +1,5 @@
 """Write a checkpoint again with weights of another dtype, or in another format of `fla_train.hub.formats`."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -55,9 +54,7 @@ def convert_export(
     model = load_weights(source, mixer=mixer, translate=True)
     if format != stored and not isinstance(model.config, DeltaProductConfig):
         raise ValueError(f"{source} is a {model.config.model_type}: format= needs a DeltaProduct model")
-    known = {field.name for field in dataclasses.fields(CardInfo)}
-    record = {name: value for name, value in read_training_record(source).items() if name in known}
-    card = CardInfo(**{"name": public_name(str(source)), **record})
+    card = CardInfo(**{"name": public_name(str(source)), **read_training_record(source)})
     without = local and not any(source.glob("tokenizer*"))  # a model of a synthetic task
     tokenizer = None if without else load_tokenizer(source, model.config)
     plots = [source / n for n in visible_files(source) if re.fullmatch(r"[^/]*\.png", n)] if local else ()

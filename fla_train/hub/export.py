@@ -155,11 +155,10 @@ def _require_replaceable(folder: Path) -> None:
     files = exported_files(folder)
     if not (empty or "config.json" in files):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
-    replaceable = {folder / name for name in (*files, CHECKSUMS, CARD)}
-    replaceable |= {parent for path in replaceable for parent in path.parents}
-    unknown = {path for path in folder.rglob("*") if path not in replaceable and path.parent in replaceable}
-    if names := sorted(path.relative_to(folder).as_posix() for path in unknown):
-        raise ValueError(f"{folder} contains {', '.join(names)} next to an exported model: move it away")
+    present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    if unknown := {*present} - {*files, CHECKSUMS, CARD}:
+        names = ", ".join(sorted(unknown)[:5])
+        raise ValueError(f"{folder} contains {names} next to an exported model: move it away")
 
 
 def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def training_record(model: PreTrainedModel) -> dict:
 
 
 def read_training_record(source: Path | str, commit: str | None = None) -> dict:
-    """Return `training_record` of an export folder, or of a Hub name at `commit`.
+    """Return `training_record` of an export folder, or of a Hub name at `commit`, without unknown fields.
 
     A file of the same name by another program, with other fields, counts as absent.
     """
@@ -83,9 +83,10 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
             return {}
     elif not record.is_file():
         return {}
-    content, types = read_json(record), get_type_hints(CardInfo)
+    types = get_type_hints(CardInfo)
+    content = {key: value for key, value in read_json(record).items() if key in types}
     try:
-        check_fields({key: content[key] for key in content.keys() & types.keys()}, types, record)
+        check_fields(content, types, record)
         recorded_config(content)
     except ValueError:
         return {}

@@ -95,9 +95,9 @@ class FormalLanguage(Task):
         if language not in LANGUAGES:
             raise ValueError(f"unknown language '{language}'; choose one of {', '.join(LANGUAGES)}")
         self.language = LANGUAGES[language]
-        step = 2 if self.language.odd_lengths else 1
-        first = min_length + (step == 2 and min_length % 2 == 0)
-        self.lengths = np.arange(first, max_length + 1, step)
+        self.lengths = np.arange(min_length, max_length + 1)
+        if self.language.odd_lengths:
+            self.lengths = self.lengths[self.lengths % 2 == 1]
         if min_length < 1 or len(self.lengths) == 0:
             raise ValueError(
                 f"'{language}' has no words of {min_length} to {max_length} tokens (flat: odd only)"
