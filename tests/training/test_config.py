@@ -40,7 +40,7 @@ def test_the_example_config_has_no_error(make_config: Make):
         *((key, key) for key in ("launch.rendezvous_timeout=10000000000.0", f"seed={2**65}")),
         # Keys of a section
         ("optimizer.momentum=0.9", "optimizer.momentum=0.9"),
-        ("schedule.decay_steps=3", "schedule.decay_steps=3 is for schedule=wsd only"),
+        ("schedule.decay_steps=3", "schedule.decay_steps=3"),
         ("schedule=constant schedule.min_ratio=0.5", "schedule.min_ratio=0.5"),
         ("trainer.keep_checkpoints=0 trainer.keep_every=4", "trainer.keep_every"),
         ("hub.push_every=2", "hub.repo_id"),
@@ -106,10 +106,10 @@ def test_a_push_needs_a_token_before_data_are_prepared(
 @pytest.mark.parametrize(
     ("gpus", "override", "message"),
     [
-        (0, "launch.device=cuda", "use launch.device=cpu"),
-        (1, "launch.num_processes=2", "use launch.num_processes=1"),
+        (0, "launch.device=cuda", "launch.device=cpu"),
+        (1, "launch.num_processes=2", "launch.num_processes=1"),
         (1, "trainer.precision=fp8", "trainer.precision=fp8"),
-        (1, "trainer.precision=fp8 model=hf/llama/tiny", "not supported with a model of another library"),
+        (1, "trainer.precision=fp8 model=hf/llama/tiny", "trainer.precision=fp8 .* another library"),
     ],
 )
 def test_what_a_machine_lacks(make_config: Make, monkeypatch, gpus: int, override: str, message: str):

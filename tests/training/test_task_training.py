@@ -128,14 +128,14 @@ def test_recipes_compose_and_hold_together(make, name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
-        (["task.batch_size=12", "trainer.micro_batch_size=8"], "task.batch_size=12 is not a multiple of 8"),
-        (["task.curriculum=[[4,2],[7,2]]"], r"\[7, 2\] is longer than the sequences"),
-        (["task.curriculum=[[4,2,{group:S4}]]"], "has another vocabulary than the training set"),
+        (["task.batch_size=12", "trainer.micro_batch_size=8"], "task.batch_size=12"),
+        (["task.curriculum=[[4,2],[7,2]]"], r"task.curriculum.*\[7, 2\]"),
+        (["task.curriculum=[[4,2,{group:S4}]]"], "task.curriculum"),
         (
             ["task.stop_at=[[longer/accuracy,1]]"],
             "must be .metric, value. with one of the metrics train_length/",
         ),
-        (["task.test_sequences=1", "launch.num_processes=2"], "leaves processes without a sequence"),
+        (["task.test_sequences=1", "launch.num_processes=2"], "task.test_sequences=1"),
     ],
 )
 def test_faults(make, overrides: list[str], fault: str) -> None:

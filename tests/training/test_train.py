@@ -47,13 +47,13 @@ def refused(result: tuple[int, str, str]) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.global_batch_tokens=300", "use 256 or 320"),
+        ("trainer.global_batch_tokens=300", "256 or 320"),
         ("data.path=/no/where", "/no/where"),
         ("model.vocab_size=128", "model.vocab_size=128"),
         ("trainer.suite_options=['suite.limt=3']", "trainer.suite_options: "),
         ("trainer.suite_options=['suite.limit=0']", "suite.limit=0"),
         ("trainer.suite=expressivity", "trainer.suite"),
-        ("run.job=1", "run.job=1 is a job of a sweep: add -m"),
+        ("run.job=1", "run.job=1"),
     ],
 )
 def test_a_request_that_cannot_work_starts_nothing(fla_train, tmp_path: Path, override: str, message: str):
