@@ -97,6 +97,6 @@ def test_figures_are_drawn_from_the_reports(tmp_path: Path, monkeypatch: pytest.
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()
         monkeypatch.setattr(module, "FIGURES", folder)
-        module.main(["decoding", "operator", "z60", "perplexity-50m", "length-extrapolation"])
+        module.main(["decoding", "operator", "z60", "perplexity-50m", "formal", "eigenvalues"])
         files.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert files[0] == files[1] and len(files[0]) == 5
+    assert files[0] == files[1] and len(files[0]) == 6

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -28,6 +29,11 @@ COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "
 COLORS |= {"4 layers": family_color("DeltaNet")}
 LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
 LINES |= dict.fromkeys(("Llama", "DeltaNet + sliding windows", "RetNet"), "--")
+LINES |= dict.fromkeys(("DeltaNet: passing", "Gated DeltaProduct, n_h = 2: passing"), "--")
+LINES |= dict.fromkeys(("DeltaNet: contiguous", "Gated DeltaProduct, n_h = 2: contiguous"), ":")
+LINES |= dict.fromkeys(("DeltaProduct_3", "Gated DeltaProduct_3"), ":")
+# Results of the seeds, by row and column of a table.
+Cells = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def read(name: str) -> Any:
@@ -56,6 +62,14 @@ def length_axis(panel: Axes, ticks: Sequence[int]) -> None:
     panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
 
 
+def label_all(panels: Sequence[Axes], x: str, y: str, ncols: int) -> None:
+    """Label the axes of the whole figure, and explain its lines above it in `ncols` columns."""
+    drawing = panels[0].figure
+    drawing.supxlabel(x, fontsize=9)
+    drawing.supylabel(y, fontsize=9)
+    drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=ncols)
+
+
 def plot_curve(panel: Axes, x: Sequence[float], y: np.ndarray, **line: Any) -> None:
     """Plot a curve without the points inside its horizontal stretches, which would double the file."""
     flat = (y[1:-1] == y[:-2]) & (y[1:-1] == y[2:])
@@ -72,6 +86,7 @@ def accuracy_by_length(
     rows: int = 1,
     size: tuple[float, float],
     longest: int,
+    ncols: int = 3,
 ) -> None:
     """Draw sequence accuracy against length: thin lines for the seeds, a thick one for their median.
 
@@ -83,6 +98,7 @@ def accuracy_by_length(
         rows: rows of panels.
         size: inches.
         longest: end of the axis of lengths.
+        ncols: columns of the legend.
     """
     cells = read("expressivity-tables.json")[table]
     with figure(name, size, rows, len(columns) // rows) as panels:
@@ -96,54 +112,149 @@ def accuracy_by_length(
             panel.axvline(trained, **TRAINED)
             length_axis(panel, [1, 8, 64, 512])
             panel.set(title=column, xlim=(1, longest), ylim=(-0.03, 1.03), yticks=[0, 0.5, 1])
-        drawing = panels[0].figure
-        drawing.supxlabel("sequence length (tokens); thick: median of three seeds", fontsize=9)
-        drawing.supylabel("sequence accuracy", fontsize=9)
-        handles, labels = panels[0].get_legend_handles_labels()
-        drawing.legend(handles, labels, loc="outside upper center", ncols=4)
+        label_all(
+            panels, "sequence length (tokens); thick: median of three seeds", "sequence accuracy", ncols
+        )
+
+
+def merged(*tables: str) -> Cells:
+    """Return the cells of several tables of `expressivity-tables.json`."""
+    cells: Cells = {}
+    for table in tables:
+        for row, columns in read("expressivity-tables.json")[table].items():
+            cells.setdefault(row, {}).update(columns)
+    return cells
+
+
+def seeds(
+    name: str,
+    cells: Cells,
+    models: Mapping[str, str],
+    columns: Mapping[str, str],
+    label: str,
+    size: tuple[float, float],
+    rows: int = 1,
+) -> None:
+    """Draw the result of each seed as a circle, open for eigenvalues in [0, 1], and the paper's as a bar.
+
+    Args:
+        name: of the figure.
+        cells: results of the seeds.
+        models: labels of the rows to draw; rows with the same label share a line.
+        columns: titles of the columns to draw, a panel for each.
+        label: of the axis.
+        size: inches.
+        rows: rows of panels.
+    """
+    papers = {
+        (row, column): value
+        for table in yaml.safe_load(Path(__file__).with_name("expressivity.yaml").read_text()).values()
+        for row, content in table["rows"].items()
+        for column, value in zip(table["columns"], content.get("published", ()), strict=False)
+    }
+    labels = list(dict.fromkeys(models.values()))
+    with figure(name, size, rows, len(columns) // rows) as panels:
+        for panel, (column, title) in zip(panels, columns.items(), strict=True):
+            for row, text in models.items():
+                y, color = labels.index(text), family_color(text)
+                circle = {"color": color, "markerfacecolor": "none" if "[0, 1]" in row else color}
+                for test in cells[row].get(column, ()):
+                    panel.plot(test["value"], y, "o", markersize=4.5, alpha=0.8, **circle)
+                if isinstance(value := papers.get((row, column)), float):
+                    panel.plot(value, y, "|", color="black", markersize=11)
+            panel.set(title=title, xlim=(-0.09, 1.09), ylim=(len(labels) - 0.5, -0.5))
+            panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+            panel.set_yticks(range(len(labels)), labels)
+        panels[0].figure.supxlabel(label, fontsize=9)
 
 
 def length_extrapolation(name: str) -> None:
     """Draw the accuracy of each seed at length 512, for each change of the recipe."""
-    tables = read("expressivity-tables.json")
-    unchanged = {
-        f"{group}, n_h = {n}": tables["state_tracking"][f"DeltaProduct_{n} [-1, 1]"][group]
-        for group in ("S3", "S4")
-        for n in (2, 4)
+    cells = merged("state_tracking", "extrapolation")
+    columns = {
+        f"{group}, n_h = {n}": (f"DeltaProduct_{n} [-1, 1]", group) for group in GROUPS[:2] for n in (2, 4)
     }
-    rows = {"no change": unchanged} | tables["extrapolation"]
-    with figure(name, (7.5, 2.6), 1, 4) as panels:
-        for panel, column in zip(panels, unchanged, strict=True):
-            for i, row in enumerate(rows.values()):
-                values = [test["value"] for test in row[column]]
-                color = family_color("DeltaProduct")
-                panel.plot([min(values), max(values)], [i, i], color=color, alpha=0.3)
-                panel.plot(values, [i] * len(values), "o", color=color, markersize=4.5, alpha=0.8)
-            panel.set(title=column, xlim=(-0.06, 1.06), ylim=(len(rows) - 0.5, -0.5))
-            panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-            panel.set_yticks(range(len(rows)), rows)
-        panels[0].figure.supxlabel("sequence accuracy at length 512, three seeds", fontsize=9)
+    cells["no change"] = {column: cells[row][group] for column, (row, group) in columns.items()}
+    models = {row: row for row in cells if columns.keys() <= cells[row].keys()}
+    titles = dict(zip(columns, columns, strict=True))
+    seeds(name, cells, models, titles, "sequence accuracy at length 512", (4.4, 4.0), rows=2)
+
+
+def formal(name: str) -> None:
+    """Draw the scaled accuracy of each seed on the formal languages."""
+    families = ["DeltaNet", *(f"DeltaProduct_{n}" for n in (2, 3, 4)), "Mamba"]
+    models = {f"{family} {span}": family for family in families for span in ("[-1, 1]", "[0, 1]")}
+    models |= {"Transformer": "Transformer"}
+    columns = {"parity": "parity", "mod. arithmetic": "arithmetic", "with brackets": "brackets"}
+    label = "scaled accuracy (chance: 0); open: [0, 1]; bars: papers"
+    seeds(name, merged("formal"), models, columns, label, (3.8, 2.4))
+
+
+def recall(name: str) -> None:
+    """Draw the accuracy of each seed on MQAR, MAD's fuzzy recall and RegBench."""
+    names = ("Transformer", "Mamba", "GLA", "RetNet", "Mamba-2", "RWKV-7", "mLSTM")
+    models = {"DeltaNet [0, 1], no convolutions": "DeltaNet, no conv.", "DeltaNet [0, 1]": "DeltaNet"}
+    models |= {"Gated DeltaNet [0, 1]": "Gated DeltaNet"} | {row: row for row in names}
+    columns = {"width 128": "MQAR", "fuzzy recall": "fuzzy recall", "accuracy": "RegBench"}
+    label = "accuracy; open: [0, 1]; bars: paper"
+    seeds(name, merged("mqar", "mad", "regbench"), models, columns, label, (3.8, 2.9))
+
+
+def differences(
+    name: str,
+    losses: Mapping[tuple[str, str], Mapping[str, float]],
+    bases: Mapping[str, str],
+    ticks: Sequence[int],
+    label: str,
+    size: tuple[float, float] = (3.8, 2.5),
+) -> None:
+    """Draw differences of losses by context length, a panel for each kind of documents.
+
+    Args:
+        name: of the figure.
+        losses: losses by length, by documents and model.
+        bases: models to draw, and the one whose loss is subtracted.
+        ticks: lengths at the ticks.
+        label: of the differences.
+        size: inches.
+    """
+    kinds = list(dict.fromkeys(kind for kind, _ in losses))
+    with figure(name, size, 1, len(kinds)) as panels:
+        for panel, kind in zip(panels, kinds, strict=True):
+            for model, base in bases.items():
+                loss, subtracted = losses[kind, model], losses[kind, base]
+                panel.plot([int(n) for n in loss], [loss[n] - subtracted[n] for n in loss], **look(model))
+            panel.axvline(2048, **TRAINED)
+            length_axis(panel, ticks)
+            panel.set_title(kind)
+        label_all(panels, "context length (tokens)", label, 2)
 
 
 def starting_states(name: str) -> None:
     """Draw losses minus those of DeltaNet from zero, for three kinds of documents and starting states."""
-    losses: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
-    for row in read("long-52m/losses.json")["rows"]:
-        losses.setdefault(row["documents"], {})[row["model"], row["start"]] = row["loss"]
-    lines = {"zero": "-", "passing": "--", "contiguous": ":"}
-    with figure(name, (7.5, 2.8), 1, 3) as panels:
-        for panel, (documents, curves) in zip(panels, losses.items(), strict=True):
-            base = curves["DeltaNet", "zero"]
-            for (model, start), loss in curves.items():
-                line = {"color": family_color(model), "linestyle": lines[start], "label": f"{model}: {start}"}
-                panel.plot([int(n) for n in loss], [loss[n] - base[n] for n in loss], **line)
-            panel.axvline(2048, **TRAINED)
-            length_axis(panel, [2048, 8192, 32768, 131072])
-            panel.set_title(documents)
-        drawing = panels[0].figure
-        drawing.supxlabel("context length (tokens)", fontsize=9)
-        drawing.supylabel("loss difference (nats)", fontsize=9)
-        drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    rows = read("long-52m/losses.json")["rows"]
+    losses = {(row["documents"], f"{row['model']}: {row['start']}"): row["loss"] for row in rows}
+    bases = dict.fromkeys([model for _, model in losses], "DeltaNet: zero")
+    differences(name, losses, bases, (2048, 16384, 131072), "loss difference (nats)", (5.2, 3.0))
+
+
+def eigenvalues(name: str) -> None:
+    """Draw losses with eigenvalues in [-1, 1] minus those with [0, 1], for three kinds of documents."""
+    losses = {
+        (kind, f"{row['model']} {row['eigenvalues']}".replace(" [-1, 1]", "")): loss
+        for row in read("eigenvalues-by-length.json")["rows"]
+        for kind, loss in row["loss"].items()
+    }
+    bases = {model: f"{model} [0, 1]" for model in ("DeltaNet", "DeltaProduct_2", "Gated DeltaNet")}
+    differences(name, losses, bases, (512, 2048, 16384), "nats, [-1, 1] minus [0, 1]")
+
+
+def householder_steps(name: str) -> None:
+    """Draw the rise of the loss beyond the training length, minus that of the model with n_h = 1."""
+    kinds, rows = ("held-out", "MATH-Hard", "TriviaQA"), read("length-52m.json")["rows"]
+    rises = {(row["documents"], row["model"]): row["rise"] for row in rows if row["documents"] in kinds}
+    bases = {f"{gate}DeltaProduct_{n}": f"{gate}DeltaNet" for gate in ("", "Gated ") for n in (2, 3)}
+    differences(name, rises, bases, (2048, 8192, 32768), "nats relative to n_h = 1")
 
 
 def labelled_lines(
@@ -193,7 +304,7 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
         power: 1 for times, -1 for speeds.
     """
     count = sum(len(group) for group in groups.values())
-    with figure(name, (5.6, 0.25 * count + 0.3 * len(groups) + 0.6)) as (panel,):
+    with figure(name, (4.2, 0.25 * count + 0.3 * len(groups) + 0.6)) as (panel,):
         y, ticks = 0.0, {}
         for group, values in groups.items():
             panel.text(0, y, group, fontweight="bold", va="center")
@@ -209,8 +320,8 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
             y += 1.3
         panel.set_yticks(list(ticks), list(ticks.values()))
         longest = max(value for values in groups.values() for value in values.values())
-        panel.set(xlabel=label, ylim=(y - 0.6, -0.6), xlim=(0, 1.3 * longest))
-        panel.xaxis.set_major_locator(MaxNLocator(5))
+        panel.set(xlabel=label, ylim=(y - 0.6, -0.6), xlim=(0, 1.55 * longest))
+        panel.xaxis.set_major_locator(MaxNLocator(4))
         panel.xaxis.set_major_formatter("{x:,g}")
         panel.grid(axis="y", visible=False)
         panel.tick_params(axis="y", length=0)
@@ -224,7 +335,7 @@ def perplexity(name: str) -> None:
         for model in read("lm-50m/comparison.json").values()
     }
     axes = {"yscale": "log", "yticks": [40, 60, 100, 200, 400], "ylabel": "perplexity"}
-    labelled_lines(name, curves, (5.9, 3.6), ".0f", 2048, xlabel="context length (tokens)", **axes)
+    labelled_lines(name, curves, (4.4, 3.4), ".0f", 2048, xlabel="context length (tokens)", **axes)
 
 
 def loss_by_size(name: str) -> None:
@@ -235,7 +346,7 @@ def loss_by_size(name: str) -> None:
         curves.setdefault(run["model"], []).append((size, run["validation_loss"]))
     curves = {model: points for model, points in curves.items() if len(points) == 3}
     axes = {"xlabel": "parameters (millions)", "ylabel": "validation loss (nats)"}
-    labelled_lines(name, curves, (6.2, 3.4), ".3f", gap=1.035, **axes)
+    labelled_lines(name, curves, (4.2, 3.0), ".3f", gap=1.035, **axes)
 
 
 def decoding(name: str) -> None:
@@ -247,7 +358,7 @@ def decoding(name: str) -> None:
         for key, label in labels.items()
     }
     axes = {"xlabel": "context length (tokens)", "ylabel": "milliseconds per token", "ylim": (0, 7.2)}
-    labelled_lines(name, curves, (5.4, 3.2), ".2f", **axes)
+    labelled_lines(name, curves, (4.2, 2.8), ".2f", **axes)
 
 
 def operator(name: str) -> None:
@@ -305,8 +416,8 @@ GROUPS = ("S3", "S4", "A5", "S5")
 SHORT, LONG = dict.fromkeys(GROUPS, 128), dict.fromkeys(GROUPS, 512)
 S5_INPUTS = {"only swaps": 32, "swaps and 3-permutations": 32, "4 tokens": 64}
 Z60_INPUTS = {"Z60": 32, "Z60, 2 tokens": 64}
-squares = partial(accuracy_by_length, rows=2, size=(4.8, 4.0))
-inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, longest=512)
+squares = partial(accuracy_by_length, rows=2, size=(3.8, 3.6))
+inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, longest=512, ncols=2)
 # The function that draws each figure. Its argument is the figure's name.
 DRAWINGS: dict[str, Callable[[str], None]] = {
     "state-tracking-128": partial(
@@ -316,9 +427,13 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
         squares, table="state_tracking_512", models=N_H, columns=LONG, longest=2048
     ),
     "layers": partial(squares, table="layers", models=LAYERS, columns=SHORT, longest=512),
-    "s5-inputs": partial(inputs, columns=S5_INPUTS, size=(7.5, 2.8)),
-    "z60": partial(inputs, columns=Z60_INPUTS, size=(6.6, 2.8)),
+    "s5-inputs": partial(inputs, columns=S5_INPUTS, rows=3, size=(3.8, 5.2)),
+    "z60": partial(inputs, columns=Z60_INPUTS, rows=2, size=(3.8, 4.0)),
     "length-extrapolation": length_extrapolation,
+    "formal": formal,
+    "recall": recall,
+    "eigenvalues": eigenvalues,
+    "length-52m": householder_steps,
     "starting-states": starting_states,
     "perplexity-50m": perplexity,
     "loss-by-size": loss_by_size,
