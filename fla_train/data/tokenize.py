@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,15 +200,11 @@ def tokenize_source(
     pending: deque[tuple[int, Slice | Exception | None, Future[Record]]] = deque()
     with writers(encoder, num_workers) as write:
         while True:
-            # Begin a slice if a process is free. To begin one may take long, since streams are fetched.
-            item, running = None, [future for *_, future in pending if not future.done()]
-            known = sum(len(piece.values) for _, piece, _ in pending if isinstance(piece, TextSlice))
-            if (
-                len(running) <= num_workers
-                and len(pending) <= _AHEAD * num_workers
-                and known < left.documents
-                and (item := next(numbered, None))
-            ):
+            # Begin slices ahead until the next record is there. It may take long, since streams are fetched.
+            while not (pending and pending[0][2].done()) and len(pending) <= _AHEAD * num_workers:
+                known = sum(len(piece.values) for _, piece, _ in pending if isinstance(piece, TextSlice))
+                if known >= left.documents or not (item := next(numbered, None)):
+                    break
                 number, piece = item
                 record, future = read_record(folder, number), Future()
                 if isinstance(piece, Exception):
@@ -218,22 +214,18 @@ def tokenize_source(
                 else:
                     future = write(folder, number, piece, left)
                 pending.append((number, piece, future))
-            # Yield a record if it is the next one.
-            if pending and pending[0][2].done():
-                number, piece, future = pending.popleft()
-                invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
-                record = None if invalid else future.result()
-                # This slice began before the earlier ones were finished, so its limits may be too high.
-                if invalid or (left.reached_by(record) and tuple(record["limits"]) != left):
-                    record = encoder.write(folder, number, piece, left)
-                yield record
-                if left.reached_by(record):
-                    return
-                left = left.after(record)
-            elif running and not item:
-                wait(running, return_when=FIRST_COMPLETED)
-            elif not pending:
+            if not pending:
                 return
+            number, piece, future = pending.popleft()
+            invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
+            record = None if invalid else future.result()
+            # This slice began before the earlier ones were finished, so its limits may be too high.
+            if invalid or (left.reached_by(record) and tuple(record["limits"]) != left):
+                record = encoder.write(folder, number, piece, left)
+            yield record
+            if left.reached_by(record):
+                return
+            left = left.after(record)
 
 
 def _with_errors(pieces: Iterator[Slice | None]) -> Iterator[Slice | Exception | None]:
