@@ -28,7 +28,8 @@ COLORS = {"n_h = 1": family_color("DeltaNet"), "n_h = 2": "#7fbfe5", "n_h = 3": 
 COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "5 layers": "#00543d"}
 COLORS |= {"4 layers": family_color("DeltaNet")}
 LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
-LINES |= dict.fromkeys(("Llama", "DeltaNet + sliding windows", "RetNet"), "--")
+LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "DeltaNet + sliding windows", "RetNet"), "--")
+LINES["Transformer++ with QK-norm"] = ":"
 LINES |= dict.fromkeys(("DeltaNet: passing", "Gated DeltaProduct, n_h = 2: passing"), "--")
 LINES |= dict.fromkeys(("DeltaNet: contiguous", "Gated DeltaProduct, n_h = 2: contiguous"), ":")
 LINES |= dict.fromkeys(("DeltaProduct_3", "Gated DeltaProduct_3"), ":")
@@ -349,6 +350,35 @@ def loss_by_size(name: str) -> None:
     labelled_lines(name, curves, (4.2, 3.0), ".3f", gap=1.035, **axes)
 
 
+def learning_rates(name: str) -> None:
+    """Draw the losses of recipe=best by learning rate: a circle for each seed, a line for their mean."""
+    losses: dict[str, dict[float, list[float]]] = {}
+    for run in read("recipes-50m-seeds.json")["runs"]:
+        if run["complete"] and run.get("difference") in (None, "Muon in batches"):
+            rates = losses.setdefault(run["model"], {})
+            rates.setdefault(run["learning_rate"], []).append(run["validation_loss"])
+    with figure(name, (3.8, 3.2)) as (panel,):
+        for model, rates in losses.items():
+            if len(rates) > 2 and "[0, 1]" not in model:
+                points = sorted(rates.items())
+                panel.plot(
+                    [rate for rate, _ in points], [np.mean(values) for _, values in points], **look(model)
+                )
+                for rate, values in points:
+                    panel.plot([rate] * len(values), values, "o", markersize=3, color=look(model)["color"])
+        panel.set(
+            xscale="log",
+            ylim=(3.03, 3.45),
+            xlabel="peak learning rate of Muon",
+            ylabel="validation loss (nats)",
+        )
+        panel.set_xticks(
+            rates := [7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2], [f"{rate:g}" for rate in rates]
+        )
+        panel.minorticks_off()
+        panel.figure.legend(loc="outside upper center", ncols=2)
+
+
 def decoding(name: str) -> None:
     """Draw the time per generated token of one sequence against its context."""
     labels = {"llama-compiled": "Llama, compiled", "ours": "Gated DeltaProduct_2"}
@@ -437,6 +467,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     "starting-states": starting_states,
     "perplexity-50m": perplexity,
     "loss-by-size": loss_by_size,
+    "learning-rates": learning_rates,
     "decoding": decoding,
     "operator": operator,
     "training": training,
