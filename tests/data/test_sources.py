@@ -180,20 +180,12 @@ def test_invalid_parquet_files_are_named(tmp_path, local, corpus):
     offsets = pyarrow.py_buffer(np.array([0, 5, 7, 12], dtype=np.int32).tobytes())
     column = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"hello\xff\xfeworld"))
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "bytes.parquet")
-    write_parquet(tmp_path / "list.parquet", [{"text": ["a"]}])
-    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     path = corpus / "000_00000.parquet"
     raw = bytearray(path.read_bytes())
     for at in range(len(raw) // 3, len(raw) // 3 + 400):  # well before the footer
         raw[at] ^= 0xFF
     (tmp_path / "group.parquet").write_bytes(raw)
-    for name, message in {
-        "bytes": "row 1 and following: cannot be read",
-        "list": "row 1: 'text' is list, not text",
-        "twice": "cannot be read",
-        "group": "cannot be read",
-    }.items():
+    for name, message in (("bytes", "row 1 and following: cannot be read"), ("group", "cannot be read")):
         file = str(tmp_path / f"{name}.parquet")
         line = refusal(quiet, replace(local, path=file))
         assert file in line and message in line
