@@ -21,7 +21,7 @@ from fla_train.data.config import DataConfig
 
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
 _PROBE = 1 << 16  # bytes at each end of a file that its identity covers
-_READ_BYTES = 16 << 20  # bytes of a row group to decode at once, which bounds the memory
+_READ_ROWS = 128  # rows of a row group to decode at once, which bounds the memory
 _FETCH = "fetch the file again or remove it"
 
 
@@ -111,11 +111,8 @@ class ParquetSlice(FileSlice):
     def documents(self) -> Iterator[tuple[int, object]]:
         number = 0
         with reading(self.path, _FETCH):
-            file = parquet.ParquetFile(self.path)
-            groups = [file.metadata.row_group(group) for group in range(self.first, self.stop)]
-            bytes_per_row = sum(g.total_byte_size for g in groups) // max(1, sum(g.num_rows for g in groups))
-            rows = min(1024, 1 + _READ_BYTES // max(1, bytes_per_row))
-            batches = file.iter_batches(rows, range(self.first, self.stop), [self.config.text_column])
+            file, groups = parquet.ParquetFile(self.path), range(self.first, self.stop)
+            batches = file.iter_batches(_READ_ROWS, groups, [self.config.text_column])
         while True:
             with reading(f"{self.where(number)} and following", _FETCH):
                 values = next((batch.column(self.config.text_column).to_pylist() for batch in batches), None)
