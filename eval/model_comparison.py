@@ -78,14 +78,19 @@ def fall_per_doubling(tokens: pd.Series, losses: pd.Series) -> float:
     return -float(np.polyfit(np.log2(tokens[late]), losses[late], 1)[0]) if late.sum() > 2 else math.nan
 
 
-def find_warnings(table: pd.DataFrame, sweep: pd.DataFrame) -> list[str]:
-    """Return what makes the comparison doubtful: diverged runs, best rates at an edge, initial transients.
+def find_warnings(table: pd.DataFrame, models: pd.DataFrame, sweep: pd.DataFrame) -> list[str]:
+    """Return what makes the comparison doubtful: incomplete sweeps, divergence, edges, initial transients.
 
     Args:
         table: from `long_table`.
-        sweep: a row for each run of the sweep: `model`, `learning_rate`, `value` (infinite if it diverged).
+        models: `entropy` of single tokens of the validation split, None if unknown, indexed by model.
+        sweep: a row for each run of the sweep: `model`, `learning_rate`, `value` (infinite if it diverged,
+            NaN if it is not over).
     """
     warnings, losses = [], table[table.metric == LOSS]
+    for model, rates in sweep[sweep.value.isna()].groupby("model", sort=False).learning_rate:
+        missing = ", ".join(map("{:g}".format, rates))
+        warnings.append(f"{model}: the sweep is not complete, learning rates {missing} are left")
     for row in sweep[np.isinf(sweep.value)].itertuples():
         warnings.append(f"{row.model}: training diverged at learning rate {row.learning_rate:g}")
     for row in losses.itertuples():
@@ -94,13 +99,17 @@ def find_warnings(table: pd.DataFrame, sweep: pd.DataFrame) -> list[str]:
             warnings.append(f"{row.model}: the best rate, {row.learning_rate:g}, is at the edge of the sweep")
     for row in losses[np.isinf(losses.value)].itertuples():
         warnings.append(f"{row.model}: a seed diverged at the best learning rate, {row.learning_rate:g}")
+    # Before a model has learned how frequent each token is, its loss may fall slowly.
+    entropy = losses.model.map(models.entropy).astype(float)
+    early = losses.value.between(entropy, math.inf, inclusive="left")
+    transient = dict.fromkeys(losses.model[early], "the validation loss is above the unigram entropy")
     for row in table[(table.metric == FALL) & (table.value > TRANSIENT)].itertuples():
-        warnings.append(
-            f"{row.model}: in the second half of training the loss still falls by {row.value:.2f} nats per "
-            f"doubling of the tokens, more than {TRANSIENT}: the run ends in its initial transient, and the "
-            "order of models may change with more tokens"
+        transient[row.model] = (
+            f"in the second half of training the loss still falls by {row.value:.2f} nats per doubling of "
+            f"the tokens, more than {TRANSIENT}"
         )
-    return warnings
+    end = "the run ends in its initial transient, and the order of models may change with more tokens"
+    return warnings + [f"{model}: {text}: {end}" for model, text in transient.items()]
 
 
 def write_report(
@@ -114,7 +123,7 @@ def write_report(
     """Write table.csv (each number), table.md and comparison.png.
 
     Args:
-        runs, models: see `long_table`.
+        runs, models: see `long_table` and `find_warnings`.
         sweep: see `find_warnings`.
         curves: columns `tokens` and `loss` of a run of each model.
         notes: further sentences below the table.
@@ -128,7 +137,7 @@ def write_report(
             "- ± is half of a 95% interval over seeds. Smallest detectable difference of validation losses: "
             f"{difference:.4f} nats (two-sided 5% t test, {POWER:.0%} power, deviation pooled over models)."
         )
-    lines += [f"- Warning: {text}." for text in find_warnings(table, sweep)]
+    lines += [f"- Warning: {text}." for text in find_warnings(table, models, sweep)]
     lines += [f"- {note}." for note in notes]
     (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     _draw(folder / "comparison", losses, sweep, curves)

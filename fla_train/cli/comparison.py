@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from fla_train.utils.safe_files import read_json
 
 SINGLE = ("launch.num_processes=1", "logger=none")
 LARGEST = 2**14  # steps of a size that is solved for
+# What bounds small models on an H100 or H200, measured with 50M parameters: seconds until a run's first step
+# (20 to 37), and tokens/s of a run that has the GPU to itself (400,000 to 900,000).
+START, SPEED = 30, 600_000
 CONTEXT = 2048  # tokens before the generated ones, whose time is measured
 DECODING = "decoding/decoding.json"
 TEXT = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
@@ -148,9 +152,13 @@ class Comparison:
     def plan_text(self) -> str:
         """Return the models with their sizes, and the number of runs on text, of their tokens and hours."""
         plans, runs = self.plans.items(), len(self.config.learning_rates) + len(self.config.seeds) - 1
-        tokens, hours = runs * len(plans) * self.config.tokens, runs * sum(p.gpu_hours for _, (p, _) in plans)
+        tokens, jobs = self.config.tokens, self.config.jobs
+        # Runs that share a GPU overlap their starts and gaps, up to the utilization of a plan.
+        seconds = [START / jobs + max(3600 * p.gpu_hours, tokens / SPEED / jobs) for _, (p, _) in plans]
+        total = f"{runs * len(plans)} runs, {runs * len(plans) * tokens:,} tokens"
+        hours = f"about {runs * sum(seconds) / 3600:,.1f} hours of an H100"
         lines = [f"{name:24} {p.parameters_held:>13,} parameters  {''.join(s)}" for name, (p, s) in plans]
-        lines.append(f"{runs * len(plans)} runs, {tokens:,} tokens, about {hours:,.1f} hours of an H100")
+        lines.append(f"{total}, {hours}, besides tasks and suites ({START} s to start a run)")
         return "\n".join(map(str.rstrip, lines))
 
     def record_overrides(self) -> None:
@@ -173,8 +181,8 @@ class Comparison:
         return self._training(lambda _, run, seed: seed == self.first_seed or run in self.config.tasks)
 
     def seeds(self) -> dict[str, Job]:
-        """Return the jobs of all seeds at the best learning rate of each model that has one."""
-        best = {(row.model, row.run) for row in self.best(self.numbers()).itertuples()}
+        """Return the jobs of all seeds at the best learning rate of each model whose sweep is complete."""
+        best = {(row.model, row.run) for row in self.best(self.numbers()).itertuples() if row.complete}
         return self._training(lambda model, run, seed: (model, run) in best)
 
     def evaluations(self) -> dict[str, Job]:
@@ -244,15 +252,17 @@ class Comparison:
         return numbers
 
     def losses(self, numbers: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows of `numbers` with the losses of the sweep, with their `learning_rate`."""
-        losses = numbers[(numbers.metric == LOSS) & (numbers.seed == self.first_seed)]
-        return losses.assign(learning_rate=losses.run.str.removeprefix("lr-").astype(float))
+        """Return the loss of each run of the sweep, NaN if it is not over, with its `learning_rate`."""
+        pairs = product(self.plans, self.config.learning_rates)
+        runs = pd.DataFrame(pairs, columns=["model", "learning_rate"])
+        runs["run"] = runs.learning_rate.map("lr-{}".format)
+        return runs.assign(seed=self.first_seed, metric=LOSS).merge(numbers, how="left")
 
     def best(self, numbers: pd.DataFrame) -> pd.DataFrame:
-        """Return the best row of `losses` of each model whose sweep is complete and has a finite loss."""
-        losses, rates = self.losses(numbers).sort_values("value", kind="stable"), self.config.learning_rates
-        complete = losses.groupby("model").value.transform("size") == len(rates)
-        return losses[complete & (losses.value < math.inf)].drop_duplicates("model")
+        """Return the best finite row of `losses` of each model, and whether its sweep is `complete`."""
+        losses = self.losses(numbers).sort_values("value", kind="stable")
+        losses["complete"] = losses.value.notna().groupby(losses.model).transform("all")
+        return losses[losses.value < math.inf].drop_duplicates("model")
 
     def report(self, left: int) -> None:
         """Write and print the table and draw the figure, as far as the runs are finished.
@@ -268,9 +278,10 @@ class Comparison:
                 f"Not complete: at least {left} runs or evaluations are left: call the command again"
             )
         if best.empty:
-            print(*notes[1:], "No model has finished its sweep", sep="\n")
+            print(*notes[1:], "No run on text has finished with a finite loss", sep="\n")
             return
-        best["parameters"] = [self.plans[model][0].parameters_held for model in best.index]
+        for column, field in (("parameters", "parameters_held"), ("entropy", "unigram_entropy")):
+            best[column] = [getattr(self.plans[model][0], field) for model in best.index]
         folders = {row.Index: self.folder / row.Index / row.run / row.seed for row in best.itertuples()}
         curves = {name: Run(folder).metrics[["tokens", "loss"]] for name, folder in folders.items()}
         chosen = numbers.model.map(best.run) == numbers.run
