@@ -32,7 +32,8 @@ from fla_train.eval.result_cache import Job
 from fla_train.eval.scores import task_scores
 from fla_train.eval.sets import local_datasets, remedy
 from fla_train.hub.card import PREFIX
-from fla_train.hub.load import document_prefix, resolve_checkpoint, trained_length
+from fla_train.hub.checkpoint_config import resolve_checkpoint
+from fla_train.hub.load import document_prefix, trained_length
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.utils.device import pick_device
 from fla_train.utils.environment import git_commit

@@ -21,7 +21,8 @@ from fla_train.eval.session import Session
 from fla_train.eval.sets import mirror_folder
 from fla_train.eval.sweep import perplexity_jobs
 from fla_train.eval.tables import write_tables
-from fla_train.hub.load import load_model, load_weights, recorded_length, resolve_checkpoint, trained_length
+from fla_train.hub.checkpoint_config import resolve_checkpoint
+from fla_train.hub.load import load_model, load_weights, recorded_length, trained_length
 from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters

@@ -51,9 +51,9 @@ def register() -> None:
 
 def task(config: DictConfig) -> int:
     # These import the models, which --help does not need.
+    from fla_train.hub.checkpoint_config import resolve_checkpoint
     from fla_train.hub.convert import convert_export, stored_format
     from fla_train.hub.export import copy_export
-    from fla_train.hub.load import resolve_checkpoint
     from fla_train.hub.paths import own_name
     from fla_train.hub.push import push
     from fla_train.utils.device import pick_dtype

@@ -1,6 +1,7 @@
 """Checkpoints as folders in the Hugging Face format.
 
-- `export` writes them, `load` finds and loads them, `convert` changes their format or dtype.
+- `checkpoint_config` finds them and reads their configs and training records, `load` loads them.
+- `export` writes them, `convert` changes their format or dtype.
 - `push` uploads one to the Hub, `pushes` does so during training.
 - `formats` translates the checkpoints of other libraries.
 

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from jinja2 import Environment, StrictUndefined
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from yaml import YAMLError
 
 from fla_train.hub.checksums import CARD
@@ -18,6 +17,9 @@ from fla_train.hub.paths import own_name, run_folder
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 from fla_train.utils.safe_files import find_json, parse_yaml
+
+if TYPE_CHECKING:  # the launcher of a run reads records but imports no models, which take seconds
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINING_FILE = "training.json"  # a CardInfo as JSON
 PREFIX = "document_prefix"  # key of an export's config: the token ids before each document, none or one
@@ -77,7 +79,7 @@ def recorded_config(record: Mapping[str, Any]) -> dict[str, Any]:
     return parse_yaml(text, "the config in training.json") if text else {}
 
 
-def trained_prefix(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+def trained_prefix(record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
     """Return the tokens before each document in training; None if the record describes no training.
 
     Documents end with EOS and have no BOS, so this is EOS, or nothing if the data had `append_eos=false`.
@@ -90,7 +92,7 @@ def trained_prefix(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 
 
 def render_card(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     info: CardInfo,
     tokenizer: bool,
     library: tuple[str, str] | None = None,
@@ -201,7 +203,7 @@ def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> s
     ).to_yaml()
 
 
-def _settings(model: PreTrainedModel) -> dict[str, object]:
+def _settings(model: "PreTrainedModel") -> dict[str, object]:
     """Return the settings of the card's first table; None if one does not apply."""
     config = model.config
     layers = Counter(getattr(config, "layer_types", None))

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from fla_train.hub.card import CardInfo
+from fla_train.hub.checkpoint_config import config_content, read_training_record
 from fla_train.hub.checksums import visible_files
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
-from fla_train.hub.load import config_content, load_tokenizer, load_weights, read_training_record
+from fla_train.hub.load import load_tokenizer, load_weights
 from fla_train.hub.paths import public_name
 from fla_train.models.configuration import DeltaProductConfig
 

@@ -1,63 +1,27 @@
-"""Find a checkpoint by run folder, export folder or Hub name, and load it."""
+"""Load the model and tokenizer of a checkpoint."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_type_hints
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.utils import cached_file
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.hub.card import PREFIX, TRAINING_FILE, CardInfo, recorded_config
-from fla_train.hub.checksums import REMEDY as EXPORT_AGAIN
-from fla_train.hub.checksums import find_export_damage
+from fla_train.hub.card import PREFIX
+from fla_train.hub.checkpoint_config import (
+    class_was_chosen,
+    config_content,
+    find_translation,
+    one_line_errors,
+    read_training_record,
+    resolve_checkpoint,
+)
+from fla_train.hub.checksums import REMEDY, find_export_damage
 from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.read import load_reported
-from fla_train.hub.paths import STEP
-from fla_train.models.mixers.registry import MixerError
-from fla_train.models.zoo.fla import import_models
-from fla_train.utils.hub_names import is_hub_name
-from fla_train.utils.safe_files import check_fields, read_json
+from fla_train.utils.errors import MixerError
 
 FALLBACK_LENGTH = 2048
 HASHED_BYTES = 1 << 24  # hashing all weights takes longer than loading them
-REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
-
-
-def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
-    """Return the folder or Hub name that `from_pretrained` loads.
-
-    Args:
-        checkpoint: a run folder (its newest `hf/step-*` is used), an exported folder, or a Hub name.
-
-    Raises:
-        ValueError: it contains no model.
-    """
-    path, name = Path(checkpoint).expanduser(), str(checkpoint)
-    if (path / "config.json").is_file():
-        return path
-    if path.is_dir():
-        configs = [*path.glob("hf/step-*/config.json"), *path.glob("step-*/config.json")]
-        exports = {int(m[1]): x.parent for x in configs if (m := STEP.fullmatch(x.parent.name))}
-        if not exports:
-            raise ValueError(f"no exported model in {path}: {REMEDY}")
-        return exports[max(exports)]
-    if "/" in name and is_hub_name(name) and not path.parent.is_dir():
-        return name
-    raise ValueError(f"{name} does not exist: {REMEDY}")
 
 
 def training_record(model: PreTrainedModel) -> dict:
@@ -68,29 +32,6 @@ def training_record(model: PreTrainedModel) -> dict:
     """
     source = model.config.name_or_path
     return read_training_record(source, getattr(model.config, "_commit_hash", None)) if source else {}
-
-
-def read_training_record(source: Path | str, commit: str | None = None) -> dict:
-    """Return `training_record` of an export folder, or of a Hub name at `commit`, without unknown fields.
-
-    A file of the same name by another program, with other fields, counts as absent.
-    """
-    record = Path(source) / TRAINING_FILE
-    if not Path(source).is_dir():
-        try:
-            record = Path(hf_hub_download(source, TRAINING_FILE, revision=commit))
-        except (HfHubHTTPError, HFValidationError, OSError):  # no such file, or no network
-            return {}
-    elif not record.is_file():
-        return {}
-    types = get_type_hints(CardInfo)
-    content = {key: value for key, value in read_json(record).items() if key in types}
-    try:
-        check_fields(content, types, record)
-        recorded_config(content)
-    except ValueError:
-        return {}
-    return content if "config" in content else {}
 
 
 def recorded_length(model: PreTrainedModel) -> int | None:
@@ -143,7 +84,7 @@ def load_model(
     """
     source = resolve_checkpoint(checkpoint)
     model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
-    if format_name(model.config.model_type) in FORMATS and not _was_chosen(source):
+    if format_name(model.config.model_type) in FORMATS and not class_was_chosen(source):
         name = type(model).__name__
         line = f"{source} runs as its library's {name}; `fla-export format=hf` converts it to ours"
         warnings.warn_explicit(line, UserWarning, "fla_train", 1)
@@ -159,7 +100,7 @@ def load_tokenizer(
         ValueError: it has none, or it can't be read.
     """
     try:
-        with _one_line(source):
+        with one_line_errors(source):
             return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
     except ValueError as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
@@ -179,8 +120,8 @@ def load_weights(
     """Load the model as `load_model` does, without a tokenizer. `translate` is for `find_translation`."""
     source = resolve_checkpoint(checkpoint)
     if isinstance(source, Path) and (damage := find_export_damage(source, hashed_bytes=HASHED_BYTES)):
-        raise ValueError(f"{source}/{damage}: {EXPORT_AGAIN}")
-    with _one_line(source):
+        raise ValueError(f"{source}/{damage}: {REMEDY}")
+    with one_line_errors(source):
         if mixer is not None and config_content(source).get("mixer") is None:
             raise MixerError(f"it has no custom mixer: leave out mixer={mixer}")
         translation = find_translation(source, translate)
@@ -189,79 +130,3 @@ def load_weights(
     if report["missing_keys"]:
         raise ValueError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])}")
     return model.to(device).eval()
-
-
-def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrainedConfig:
-    """Return the config of the model that `load_weights` makes of a resolved checkpoint.
-
-    Raises:
-        ValueError: it can't be read.
-    """
-    with _one_line(source):
-        if translation := find_translation(source, translate):
-            config, _ = translation.to_ours(config_content(source), {})
-            return config
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
-
-
-def config_content(source: Path | str) -> dict[str, Any]:
-    """Return config.json of a resolved checkpoint.
-
-    Raises:
-        ValueError: it contains no JSON object.
-        OSError: it can't be read.
-    """
-    return read_json(Path(cached_file(source, "config.json")))
-
-
-def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
-    """Return the module of `FORMATS` that reads a checkpoint as a DeltaProduct model; None: its class does.
-
-    Imports flash-linear-attention if the class belongs to it.
-
-    Args:
-        source: a resolved checkpoint.
-        translate: whether to translate if possible. None: translate only model types that transformers does
-            not have, unless the record says that the class was chosen for training (`model=fla/...`).
-
-    Raises:
-        ValueError: the package of the class is not installed or can't be imported.
-        OSError: the config can't be read.
-    """
-    content = config_content(source)
-    model_type = content.get("model_type")
-    translation = FORMATS.get(format_name(model_type))
-    if translation is not None and translate is None:
-        translate = model_type not in CONFIG_MAPPING_NAMES and not _was_chosen(source)
-    if translation is not None and translate:
-        return translation
-    if content.get("architectures") and model_type not in CONFIG_MAPPING and "auto_map" not in content:
-        import_models()
-    return None
-
-
-def _was_chosen(source: Path | str) -> bool:
-    """Return whether the training config chose the class in config.json over a DeltaProduct model."""
-    return "source" in (recorded_config(read_training_record(source)).get("model") or {})
-
-
-@contextmanager
-def _one_line(source: Path | str) -> Iterator[None]:
-    """Turn any error of a library about a checkpoint's files into a `ValueError` of one line."""
-    try:
-        yield
-    except Exception as failure:
-        raise ValueError(_explain(source, failure)) from failure
-
-
-def _explain(source: Path | str, failure: Exception) -> str:
-    line = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-    if not (line and isinstance(failure, OSError | ValueError | RuntimeError)):
-        line = f"{type(failure).__name__}: {line}"
-    if "trust_remote_code" in str(failure) and not isinstance(failure, MixerError):
-        return f"{source} needs its own Python code: give trust_remote_code=true if you trust it"
-    if isinstance(source, str) and isinstance(failure, OSError):
-        return f"cannot load {source}: no such folder, and the Hub did not deliver it ({line})"
-    if "weights_only" in str(failure):  # torch would advise to run the code
-        return f"cannot load {source}: its weights are a pickle that calls code; get them as safetensors"
-    return f"cannot load {source}: {line}"

@@ -3,25 +3,20 @@
 import math
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fla_train.data.cache import PreparedData
-from fla_train.data.config import TokenizerConfig
-from fla_train.data.tokenizers import same_tokenizer
-from fla_train.hub.card import CardInfo, recorded_config
-from fla_train.hub.load import load_weights, read_config, read_training_record, resolve_checkpoint
+from fla_train.hub.card import CardInfo
+from fla_train.hub.load import load_weights
 from fla_train.hub.paths import own_name, public_name
 from fla_train.hub.saved_config import map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
-from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
+from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo
 from fla_train.models.build import build_model as build_fresh_model
-from fla_train.models.configuration import FREE_FIELDS
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.cuda_graph import records_graph
@@ -30,7 +25,7 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.keys import rule
-from fla_train.utils.overrides import flat, take
+from fla_train.utils.overrides import take
 from fla_train.utils.safe_files import read_json
 
 
@@ -67,76 +62,9 @@ def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
     """
     if config.init_from is None:
         return
-    weights = load_weights(
-        config.init_from,
-        dtype=model.dtype,
-        mixer=getattr(model.config, "mixer", None),
-        translate=not is_zoo(config.model),
-    )
+    options = {"mixer": getattr(model.config, "mixer", None), "translate": not is_zoo(config.model)}
+    weights = load_weights(config.init_from, dtype=model.dtype, **options)
     model.load_state_dict(weights.state_dict())
-
-
-def architecture(source: str) -> dict[str, Any]:
-    """Return the `model` section for a run that starts from `source`.
-
-    Raises:
-        ValueError: `source` does not name a model of this package.
-    """
-    return model_node(_read_model_config(source))
-
-
-def tokenizer_source(source: str) -> str | None:
-    """Return `data.tokenizer.name` for a run that starts from `source`, or None without a tokenizer."""
-    model = resolve_checkpoint(source)
-    # A model of a synthetic task has no tokenizer.
-    if isinstance(model, Path) and not any(model.glob("tokenizer*")):
-        return None
-    return str(model)
-
-
-def batch_sizes(source: str) -> dict[str, Any]:
-    """Return the `trainer` keys of the batch that `source` was trained with, if it records them."""
-    try:
-        record = recorded_config(read_training_record(resolve_checkpoint(source)))
-        trainer = record["trainer"] | {"target_batch_tokens": record["trainer"]["global_batch_tokens"]}
-    except (KeyError, TypeError):  # an export of another program
-        return {}
-    return {k: value for k, value in trainer.items() if rule(TrainConfig, "from_weights", f"trainer.{k}")}
-
-
-def check_initial_weights(config: TrainConfig) -> None:
-    """Compare architecture and tokenizer of `init_from` with those of the run.
-
-    Raises:
-        ValueError: names the differences, and how to copy the values of `init_from`.
-    """
-    source = config.init_from
-    initial = _read_model_config(source, translate=not is_zoo(config.model))
-    node = config.model | {"vocab_size": config.model["vocab_size"] or initial.vocab_size}
-    new, old = (dict(flat(model_node(settings))) for settings in (build_model_config(node), initial))
-    differing = [
-        f"model.{name}={new.get(name)} (init_from has {old.get(name)})"
-        for name in sorted({*new, *old})
-        if name.removeprefix("config.") not in {*FREE_FIELDS, *TOKEN_IDS} and new.get(name) != old.get(name)
-    ]
-    if differing:
-        raise ValueError(f"init_from={source} has another architecture: leave out {', '.join(differing)}")
-    if config.task is not None:
-        return
-    tokenizer = tokenizer_source(source)
-    if tokenizer is None:
-        raise ValueError(f"init_from={source} has no tokenizer, so it can't train on text: choose task=")
-    if not same_tokenizer(config.data.tokenizer, TokenizerConfig(name=tokenizer)):
-        raise ValueError(f"init_from={source} has another tokenizer: set data.tokenizer.name={tokenizer}")
-
-
-def _read_model_config(source: str, *, translate: bool | None = None) -> PreTrainedConfig:
-    model = resolve_checkpoint(source)
-    try:
-        return read_config(model, translate=translate)
-    except (OSError, ValueError) as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise ValueError(f"init_from={source} can't be read: {cause}") from error
 
 
 def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:

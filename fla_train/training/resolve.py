@@ -183,7 +183,8 @@ def _check_before_preparing(
         except ConnectionError as failure:
             log(f"hub          {failure}; training starts, and pushes try again")
     if config.init_from is not None and saved is None and (fetch or os.path.exists(config.init_from)):
-        from fla_train.training.model import check_initial_weights  # imports the models: seconds
+        # This imports the list of transformers' models, 0.2 s.
+        from fla_train.training.init_from import check_initial_weights
 
         check_initial_weights(config)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fla_train.eval.documents import file_documents, longest, stacked
 from fla_train.eval.perplexity import forward
-from fla_train.hub.load import document_prefix, load_model, resolve_checkpoint
+from fla_train.hub.load import document_prefix, load_model
 
 DOCUMENTS, CHUNK = 8, 1024
 
@@ -49,7 +49,7 @@ def effective_remembrance(
 def main(checkpoint: str, file: str, length: int) -> None:
     """Write the last part's tokens, the mean distance and its standard error as CSV."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(resolve_checkpoint(checkpoint), device, None)
+    model, tokenizer = load_model(checkpoint, device)
     documents = longest(file_documents(file, tokenizer), DOCUMENTS, length, 20_000, progress=True)
     documents = [document[:length] for document in documents if len(document) >= length]
     if not documents:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fla_train.eval.documents import file_documents, longest, stacked
-from fla_train.hub.load import document_prefix, load_model, resolve_checkpoint
+from fla_train.hub.load import document_prefix, load_model
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 
 DOCUMENTS, CHUNK = 4, 1024
@@ -64,7 +64,7 @@ def state_rows(
 def main(checkpoint: str, file: str, length: int) -> None:
     """Write the rows as CSV."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(resolve_checkpoint(checkpoint), device, None)
+    model, tokenizer = load_model(checkpoint, device)
     chosen = longest(file_documents(file, tokenizer), DOCUMENTS, length, 20_000, progress=True)
     chosen = [document for document in chosen if len(document) >= length]
     if not chosen:

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fla_train.eval.expressivity import trained_task
-from fla_train.hub.load import load_weights, resolve_checkpoint
+from fla_train.hub.checkpoint_config import resolve_checkpoint
+from fla_train.hub.load import load_weights
 from fla_train.kernels.delta_product.recurrent import l2norm
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.tasks.config import tasks_for_testing

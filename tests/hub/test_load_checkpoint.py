@@ -11,15 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fla_train.hub.card import CardInfo
+from fla_train.hub.checkpoint_config import resolve_checkpoint
 from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
-from fla_train.hub.load import (
-    document_prefix,
-    load_model,
-    recorded_length,
-    resolve_checkpoint,
-    trained_length,
-)
+from fla_train.hub.load import document_prefix, load_model, recorded_length, trained_length
 from fla_train.hub.paths import own_name, run_folder
 from tests.refusal import refusal
 

@@ -11,7 +11,7 @@ from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig, load_config, to_config
-from fla_train.training.model import check_initial_weights
+from fla_train.training.init_from import check_initial_weights
 from fla_train.training.resolve import resolve
 from fla_train.utils.records import read_metrics
 

@@ -22,7 +22,7 @@ from fla_train.utils.timeline import Timeline
 # Each takes a second or more, and the launcher does not need it.
 NOT_IN_THE_LAUNCHER = """
     accelerate datasets deepspeed lm_eval matplotlib.figure pandas scipy.stats sklearn sympy torch._dynamo
-    torch._inductor torch.distributed.tensor transformers.modeling_utils transformers.models wandb
+    torch._inductor torch.distributed.tensor transformers.modeling_utils transformers.models triton wandb
     fla_train.models.modeling
 """.split()
 NOT_BEFORE_THE_FIRST_STEP = (
@@ -64,25 +64,38 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("program", "left_out", "loaded"),
+    ("program", "option", "left_out", "loaded"),
     [
-        (LAUNCHER, NOT_IN_THE_LAUNCHER, "fla_train.training.agent"),
-        (WORKER, NOT_BEFORE_THE_FIRST_STEP, "deepspeed"),
+        (LAUNCHER, "seed=1", {*NOT_IN_THE_LAUNCHER}, "fla_train.training.agent"),
+        # The list of transformers' config classes is in `transformers.models`.
+        (
+            LAUNCHER,
+            "init_from={whole}",
+            {*NOT_IN_THE_LAUNCHER} - {"transformers.models"},
+            "transformers.models",
+        ),
+        (WORKER, "seed=1", {*NOT_BEFORE_THE_FIRST_STEP}, "deepspeed"),
     ],
-    ids=["launcher", "worker"],
+    ids=["launcher", "launcher with init_from", "worker"],
 )
 @pytest.mark.usefixtures("unwatched")
 def test_what_is_not_needed_is_not_imported(
-    overrides: list[str], tmp_path: Path, program: str, left_out: list[str], loaded: str
+    overrides: list[str],
+    whole: Path,
+    tmp_path: Path,
+    program: str,
+    option: str,
+    left_out: set[str],
+    loaded: str,
 ) -> None:
     """The launcher is stopped at the start of its workers, a worker that imports ahead at its first step."""
     place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-c", program, *overrides, *place]
+    command = [sys.executable, "-c", program, *overrides, *place, option.format(whole=whole)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     log = tmp_path / "run" / "train.log"
     modules = set((done.stdout + (log.read_text() if log.is_file() else "")).split("\n"))
     assert loaded in modules, done.stderr[-2000:]
-    assert not modules & set(left_out)
+    assert not modules & left_out
 
 
 def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:

@@ -9,12 +9,8 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.mixers.attention import Attention
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.models.mixers.interface import Mixer
-from fla_train.utils.errors import described
+from fla_train.utils.errors import MixerError, described
 from fla_train.utils.import_class import import_class
-
-
-class MixerError(ValueError):
-    """The class `config.mixer` can't be used; the message is one line."""
 
 
 def build_mixer(config: DeltaProductConfig, layer: int) -> Mixer:
