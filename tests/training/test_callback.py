@@ -1,5 +1,6 @@
 """Callbacks, optimizers and schedules from outside the package, against plain PyTorch."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 
 import engine_steps
 import pytest
+import test_resume_matrix
 import torch
 import torch.distributed as dist
-from test_resume_matrix import EXAMPLES, train  # noqa: F401  a fixture
+from test_resume_matrix import EXAMPLES, train, train_in  # noqa: F401  a fixture
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import BatchSampler
@@ -79,13 +81,29 @@ def test_a_callback_ends_a_run(make_config: Make, train, tmp_path: Path):  # noq
     assert (tmp_path / "run/hf/step-0000003").is_dir()
 
 
+def train_with_wandb(folder: Path, plan: Path) -> None:
+    """Train, on a rank, with a stand-in for W&B whose records are written to `folder` at the end."""
+    logged = []
+    run = SimpleNamespace(
+        id="fresh",
+        log=lambda values, step: logged.append({"step": step, **values}),
+        finish=lambda: (folder / "wandb.json").write_text(json.dumps(logged)),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+        train_in(folder, plan)
+
+
 def test_the_exported_average_is_that_of_the_weights_and_a_custom_metric_is_recorded(
     make_config: Make,
     train,  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr(test_resume_matrix, "train_in", train_with_wandb)
     options = [*CPU, "trainer.max_steps=4", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
     callbacks = "[{class: callbacks:Ema, decay: 0.5}, callbacks:SmoothLoss]"
+    options += ["logger=default", "logger.wandb.mode=online"]
     options += ["trainer.log_every=2", f"run.dir={tmp_path / 'run'}", f"trainer.callbacks={callbacks}"]
     config = make_config(*options)
     train(config)
@@ -103,6 +121,10 @@ def test_the_exported_average_is_that_of_the_weights_and_a_custom_metric_is_reco
     records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in record]
     assert [record["step"] for record in records] == [2, 4]
     assert all(0 < record["loss"] < record["smooth_loss"] for record in records)
+    shown = [record for record in json.loads(Path("wandb.json").read_text()) if "loss" in record]
+    assert [(record["step"], record["smooth_loss"]) for record in shown] == [
+        (record["step"], record["smooth_loss"]) for record in records
+    ]
 
 
 def engine_steps_model(config: TrainConfig) -> torch.nn.Module:
