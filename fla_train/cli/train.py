@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import datetime
 from itertools import compress
 from pathlib import Path
@@ -46,6 +46,10 @@ def output_to(folder: Path) -> Iterator[None]:
         with (folder / "output.txt").open("a") as file, redirect_stdout(file):
             os.dup2(file.fileno(), 1)
             yield
+    except Exception:
+        with suppress(OSError):
+            os.write(terminal, b"failed\n")
+        raise
     finally:
         os.dup2(terminal, 1)
         os.close(terminal)
@@ -90,8 +94,7 @@ def train(node: DictConfig) -> int:
         log(str(stop))
         leave(EXIT_CODE)
     except KeyboardInterrupt:
-        advice = "the same command with this run.dir resumes from the last checkpoint"
-        raise KeyboardInterrupt(advice) from None
+        raise KeyboardInterrupt("the same command with this run.dir resumes from the last checkpoint") from None
     if output:
         losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
         final = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]

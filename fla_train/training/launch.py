@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from fla_train.models.build import architecture, build_model_config, is_zoo
+from fla_train.training import worker
 from fla_train.training.agent import run_workers
 from fla_train.training.checkpoint import step_of
 from fla_train.training.config import TrainConfig, named_classes
@@ -56,12 +57,10 @@ def launch(request: TrainConfig) -> RunFolder | None:
     if not _is_left_to_train(plan, folder):
         return folder
     if is_rank():
-        from fla_train.training.rank import run  # imports the models and DeepSpeed's engine
-
         die_with_parent(os.getppid())
         timeline = Timeline(began)
         timeline.mark("launcher")
-        run(plan, StopRequest(), timeline)
+        worker.run(plan, StopRequest(), timeline)
     with TemporaryDirectory(prefix="fla-train-", ignore_cleanup_errors=True) as scratch:
         file = Path(scratch, folder.plan.name)
         file.write_text(plan.to_json())

@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # they import torch
 PROGRESS_INTERVAL = 5.0  # seconds between lines of progress
 
 
-def log(text: str) -> None:
-    """Print a line to the terminal of the command, if it still exists. Only rank 0 prints."""
+def log(text: str, *, error: bool = False) -> None:
+    """Print a line to stdout or, if `error`, to stderr, if it still exists. Only rank 0 prints."""
     if is_first():
-        _print(text, sys.stdout)
+        _print(text, sys.stderr if error else sys.stdout)
 
 
 def _print(text: str, *streams: TextIO) -> None:

@@ -93,7 +93,8 @@ class StopSignals:
         # Print outside the handler, which may interrupt another print.
         if self._interrupted and not self._announced:
             self._announced = True
-            log("stopping     saving a checkpoint in a few steps; Ctrl-C again quits at once")
+            # A sweep writes stdout to a file.
+            log("stopping     saving a checkpoint in a few steps; Ctrl-C again quits at once", error=True)
         if self.requested and time.monotonic() - self._sent >= REPEAT:
             self._send()
 

@@ -1,19 +1,14 @@
-"""Train as one rank of a run: join the other ranks, build the model, record the start, run the trainer.
-
-Stdout and stderr go to train.log on rank 0 and to logs/rank-N.log on others; rank 0 keeps the terminal for
-progress. A failure is written to the file in TORCHELASTIC_ERROR_FILE, which torch's agents read.
-"""
+"""Train as one rank of a run: join the other ranks, build the model, record the start, run the trainer."""
 
 import json
 import os
 import secrets
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,10 +19,10 @@ from fla_train.models.mixers.registry import runs_operator
 from fla_train.training.checkpoint import TrainState, read_state, world_size
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.failures import report
-from fla_train.training.log import log_both, redirect_output
+from fla_train.training.log import log_both
 from fla_train.training.model import build_model, load_initial_weights
 from fla_train.training.plan import RunPlan, plan_lines
-from fla_train.training.preemption import EXIT_CODE, StopRequest
+from fla_train.training.preemption import StopRequest
 from fla_train.training.process_group import join
 from fla_train.training.resume import agree_on_checkpoint
 from fla_train.training.run_folder import RunFolder, RunLock
@@ -36,26 +31,6 @@ from fla_train.utils.environment import describe_environment
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.timeline import Timeline
 from fla_train.utils.watchdog import Watchdog, end_process
-
-
-def run(plan: RunPlan, request: StopRequest, timeline: Timeline) -> NoReturn:
-    """Run `train` with this process's output in the rank's log, then end the process."""
-    try:
-        console = redirect_output(RunFolder(Path(plan.config.run.dir)).log(int(os.environ["RANK"])))
-    except OSError as failure:
-        os._exit(report(failure, has_log=False))
-    try:
-        finished = train(plan, console, request, timeline)
-    except BaseException as failure:
-        status = report(failure, plan.config)
-        with suppress(OSError):
-            sys.stderr.flush()
-        # Do not wait for communication threads, which wait for the other ranks.
-        os._exit(status)
-    with suppress(OSError):
-        console.flush()
-    dist.destroy_process_group()
-    sys.exit(0 if finished else EXIT_CODE)
 
 
 def train(plan: RunPlan, console: TextIO, request: StopRequest, timeline: Timeline) -> bool:

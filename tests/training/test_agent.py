@@ -149,7 +149,7 @@ def test_a_second_interrupt_quits_at_once(tmp_path: Path, capfd: pytest.CaptureF
     with pytest.raises(KeyboardInterrupt):
         play(ignore + READY + WAIT, tmp_path, local(2))
     thread.join()
-    assert not children() and "Ctrl-C again" in capfd.readouterr().out
+    assert not children() and "Ctrl-C again" in capfd.readouterr().err
 
 
 def test_ranks_share_the_cores_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

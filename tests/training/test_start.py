@@ -1,6 +1,8 @@
 """A command imports no more than it needs for the first step, and a wrong backend ends it."""
 
 import io
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from warm_ranks import WarmRanks
 from fla_train.kernels.delta_product.selfcheck import CheckReport
 from fla_train.training import rank
 from fla_train.training.config import TrainConfig
-from fla_train.training.failures import describe_failure
+from fla_train.training.failures import RETRY, describe_failure
 from fla_train.training.plan import RunPlan
 from fla_train.training.resolve import resolve
 from fla_train.utils.timeline import Timeline
@@ -96,6 +98,22 @@ def test_what_is_not_needed_is_not_imported(
     modules = set((done.stdout + (log.read_text() if log.is_file() else "")).split("\n"))
     assert loaded in modules, done.stderr[-2000:]
     assert not modules & left_out
+
+
+def test_a_rank_reports_an_import_that_fails_to_its_agent_and_in_its_log(tmp_path: Path) -> None:
+    program = """
+import sys
+from types import SimpleNamespace as Namespace
+from fla_train.training import worker
+sys.modules["fla_train.training.rank"] = None
+worker.run(Namespace(config=Namespace(run=Namespace(dir=sys.argv[1]))), None, None)
+"""
+    file = tmp_path / "error.json"
+    environment = os.environ | {"RANK": "0", "TORCHELASTIC_ERROR_FILE": str(file)}
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=100)
+    assert done.returncode == RETRY
+    assert "fla_train.training.rank" in json.loads(file.read_text())["message"]
+    assert "fla_train.training.rank" in (tmp_path / "train.log").read_text()
 
 
 def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:

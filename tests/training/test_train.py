@@ -105,6 +105,18 @@ def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
     assert [path.name for path in tmp_path.rglob("*")] == ["multirun.yaml"]  # no folders of Hydra's for jobs
 
 
+def test_output_of_a_job_is_in_its_file_and_its_failure_on_the_terminal_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(ValueError), command.output_to(tmp_path):
+        print("step 1")
+        raise ValueError
+    print("next job")
+    first, second = capfd.readouterr().out.splitlines()
+    assert first and second == "next job"
+    assert (tmp_path / "output.txt").read_text() == "step 1\n"
+
+
 @pytest.fixture(scope="module")
 def sweep(
     overrides: list[str], warm_ranks: ranks.WarmRanks, tmp_path_factory: pytest.TempPathFactory
