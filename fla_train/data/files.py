@@ -21,7 +21,7 @@ from fla_train.data.config import DataConfig
 
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
 _PROBE = 1 << 16  # bytes at each end of a file that its identity covers
-_READ_ROWS = 128  # rows of a row group to decode at once, which bounds the memory
+_READ_ROWS = 16  # rows of a row group to decode at once, which bounds the memory
 _FETCH = "fetch the file again or remove it"
 
 
@@ -181,11 +181,11 @@ def require_column(where: object, column: str, names: Iterable[str]) -> None:
         raise ValueError(f"{where}: no column '{column}' (it has {', '.join(names)}); set data.text_column")
 
 
-def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str, Path]]:
+def find_files(path: str, endings: tuple[str, ...] = _ENDINGS, follow: bool = True) -> list[tuple[str, Path]]:
     """Return (name, file) of each corpus file behind a file, folder (recursive) or glob, sorted by name.
 
     Leave out hidden files and folders, as `datasets` does. Read each folder once, however many links lead to
-    it.
+    it; without `follow` read no folder through a link.
 
     Raises:
         ValueError: there is none.
@@ -193,7 +193,7 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     """
     root = Path(path).expanduser()
     if root.is_dir():
-        named = [(file.relative_to(root).as_posix(), file) for file in _below(root)]
+        named = [(file.relative_to(root).as_posix(), file) for file in _below(root, follow)]
     else:
         matches = {root} if root.is_file() else {*map(Path, glob.glob(str(root), recursive=True))}
         named = [(file.name, file) for file in matches]
@@ -205,12 +205,12 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS) -> list[tuple[str
     return chosen
 
 
-def _below(root: Path) -> Iterator[Path]:
+def _below(root: Path, follow: bool) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
     seen = set()
-    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=follow):
         real = os.path.realpath(folder)
         folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
         if real not in seen:

@@ -120,8 +120,8 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
     keys = ("path", "name", "revision", "split", "text_column")
     description = {"kind": "hub"} | {key: getattr(config, key) for key in keys}
     if not is_on_hub(config):
-        # A local copy is identified by its content. The card changes more often than the data.
-        named = files.find_files(config.path, ("",))
+        # A local copy is identified by what `datasets` reads: all files but the card, and no linked folders.
+        named = files.find_files(config.path, ("",), follow=False)
         named = [(name, file) for name, file in named if name != "README.md"]
         description |= {"path": None, "files": files.describe_files(named)}
         commit = None

@@ -155,8 +155,8 @@ def _require_replaceable(folder: Path) -> None:
     files = exported_files(folder)
     if not (empty or "config.json" in files):
         raise ValueError(f"{folder} exists and is not an exported model: give another folder")
-    present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-    if unknown := {*present} - {*files, CHECKSUMS, CARD}:
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    if unknown := {path.relative_to(folder).as_posix() for path in paths} - {*files, CHECKSUMS, CARD}:
         names = ", ".join(sorted(unknown)[:5])
         raise ValueError(f"{folder} contains {names} next to an exported model: move it away")
 

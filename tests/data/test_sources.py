@@ -82,6 +82,9 @@ def test_hub_stream_of_other_formats(tmp_path, local, documents, ending, monkeyp
     assert texts(mirror) == [document["text"] for document in documents]
     before = open_source(mirror).description
     (tmp_path / "copy" / "README.md").write_text("Another word on the card.")
+    (tmp_path / "copy" / "linked").symlink_to(tmp_path / "copy" / "train")
+    (tmp_path / "copy" / "train" / "elsewhere").symlink_to(local.path)
+    assert texts(mirror) == [document["text"] for document in documents]
     assert open_source(mirror).description == before
     write_mirror(tmp_path / "copy", documents[1:], ending)
     assert open_source(mirror).description != before

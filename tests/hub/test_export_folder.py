@@ -143,9 +143,12 @@ def test_a_folder_with_other_files_is_not_replaced(small_model, export: Path, tm
     assert (place / "thesis.tex").read_text() == "dear"
     (export / "notes").mkdir()
     (export / "notes/mine.txt").write_text("dear")
-    with pytest.raises(ValueError, match="notes"):
-        export_model(small_model, None, export)
+    (export / "linked").symlink_to(place)
+    for name in ("notes", "linked"):
+        with pytest.raises(ValueError, match=name):
+            export_model(small_model, None, export)
     shutil.rmtree(export / "notes")
+    (export / "linked").unlink()
     export_model(small_model, None, export)
 
 
