@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
+from symtable import symtable
 
 import pytest
 import torch
@@ -119,13 +120,14 @@ def test_files_are_generated_from_the_package(export: Path) -> None:
 def test_a_name_means_one_thing_in_a_file(module: str):
     for file, text in remote_code.source_files(module).items():
         meanings: dict[str, set] = defaultdict(set)
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                for name in node.names:
+        for number, part in enumerate(re.split(r"^# Generated from ", text, flags=re.MULTILINE)):
+            code = "# " + part
+            for node in ast.parse(code).body:
+                for name in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
                     meanings[name.asname or name.name].add((getattr(node, "module", None), name.name))
-            elif not isinstance(node, ast.Expr | ast.If | ast.Try):
-                name = getattr(node, "name", None)  # of a function or a class; else something is assigned
-                meanings[name or ast.unparse(getattr(node, "targets", [node])[0])].add(node.lineno)
+            for symbol in symtable(code, file, "exec").get_symbols():
+                if symbol.is_assigned() and not symbol.is_imported():
+                    meanings[symbol.get_name()].add(number)
         assert {name for name, found in meanings.items() if len(found) > 1} <= {"_"}, file
 
 
