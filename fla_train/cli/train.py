@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from fla_train.cli.app import fail, flag_parser, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.training.config import TrainConfig, register, to_config
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.import_ahead import import_ahead
 from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
@@ -40,7 +41,7 @@ def sweep_jobs() -> list[list[str]]:
 @contextmanager
 def output_to(folder: Path) -> Iterator[None]:
     """Append the standard output of this process, and of those that it starts, to `folder`/output.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
+    RunFolder(folder).create()
     terminal = os.dup(1)
     try:
         with (folder / "output.txt").open("a") as file, redirect_stdout(file):
