@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -115,7 +114,7 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    original = datasets.load_dataset
+    original, offline = datasets.load_dataset, datasets.config.HF_HUB_OFFLINE
 
     def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
         place = folder / path
@@ -127,11 +126,11 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
             splits["train"] = next(iter(splits.values())).select([])
         return splits
 
-    with (
-        patch.object(datasets, "load_dataset", load_dataset),
-        patch.object(datasets.config, "HF_HUB_OFFLINE", True),
-    ):
+    datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = load_dataset, True
+    try:
         yield
+    finally:
+        datasets.load_dataset, datasets.config.HF_HUB_OFFLINE = original, offline
 
 
 def _cache(place: Path) -> Path:
