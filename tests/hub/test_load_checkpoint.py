@@ -120,7 +120,7 @@ def test_training_records_that_are_damaged_or_of_another_program(export: Path) -
 FOREIGN = {  # files of a model's folder, with changes to them
     "quantization": ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     "dtype": ("config.json", {"dtype": "os.system"}),
-    "tokenizer": ("tokenizer.json", {"model": {"type": "BPE"}}),
+    "tokenizer": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}),
     "pickle": ("pytorch_model.bin", None),
 }
 
