@@ -70,7 +70,7 @@ def takes_loop(
         and _is_plain_model(model)  # so its device is not meta, for which torch knows no autocast
         and not torch.is_autocast_enabled(model.device.type)
         # Padding is on the left.
-        and (mask is None or not model.config.attention_layers or (mask.bool().int().diff(dim=1) >= 0).all())
+        and (mask is None or not model.config.attention_layers or not (mask.bool().int().diff() < 0).any())
     )
 
 
