@@ -132,7 +132,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=not graph)
     engine = build_engine(model.float(), config)
     device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    features = [f for f in features_of(config) if isinstance(f, Float8 | CudaGraph if graph else Float8)]
+    features = [f for f in features_of(config) if isinstance(f, (Float8, CudaGraph) if graph else Float8)]
     for feature in features:
         feature.attach(SimpleNamespace(model=engine.module, config=config))
     bad_steps = BadSteps(device, max_grad_norm=config.optimizer.max_grad_norm)

@@ -91,6 +91,7 @@ def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str |
 def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None) -> str:
     """Return usage, the options of every group, and the config that the overrides give."""
     repo, config = repository(config_dir), compose(config_name, overrides, config_dir=config_dir)
+    # Only commands that train have the section `scales`, and with it groups without a key.
     chosen = {*config, *GROUPS} - {"scales"} if "scales" in config else {*config}
     groups = sorted(chosen.intersection(repo.get_group_options("", ObjectType.GROUP)))
     wrap = textwrap.TextWrapper(110, subsequent_indent="    ").fill

@@ -76,7 +76,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
 
 
 def _is_left_to_the_command(key: str, value: Any) -> bool:
-    """Return whether a value is not one that a folder may decide."""
+    """Return whether only the command may set a key to this value."""
     allowed = rule(TrainConfig, "from_folder", key)
     return allowed is not None and value not in allowed
 

@@ -27,7 +27,7 @@ ATTN_KEYS = {
 
 
 def free(default: Any, *, machine: bool = False) -> Any:
-    """Declare a field that no trained weight depends on, and results only by rounding.
+    """Declare a field that changes no trained weight, and results only by rounding.
 
     Args:
         machine: whether it describes the machine, so that it is not saved with the model.
@@ -250,6 +250,7 @@ def config_fields() -> dict[str, dataclasses.Field]:
     return {f.name: f for f in dataclasses.fields(DeltaProductConfig) if f.name not in inherited}
 
 
+# Fields in which a run may differ from `init_from`, and whether they describe the machine.
 FREE_FIELDS = {name: f.metadata["machine"] for name, f in config_fields().items() if f.metadata}
 MACHINE_KEYS = tuple(name for name, machine in FREE_FIELDS.items() if machine)
 

@@ -171,7 +171,7 @@ class _Float8Projections(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Apply the MLP to x and `cast`, which are those of `_Float8Projections`. Weights come in e4m3, too."""
+    """Apply the MLP to x and `cast`, both as in `_Float8Projections`; its weights also come in e4m3."""
 
     @staticmethod
     def forward(ctx, x, cast, dtype, gate_up_weight, down_weight, gate, up, down) -> Tensor:

@@ -1,6 +1,6 @@
 """Read the settings of the checkpoint `init_from`, and compare them with those of a run.
 
-This imports no models, which take the launcher seconds.
+Importing this module imports no models, which would cost the launcher seconds.
 """
 
 from pathlib import Path

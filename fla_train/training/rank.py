@@ -81,17 +81,17 @@ def _check_backend(config: TrainConfig, log: Callable[[str], None]) -> None:
     model = config.model
     if is_zoo(model) or not runs_operator(build_model_config(model)):
         return
-    report = check_backend(
+    checks = check_backend(
         model["backend"],
         config.launch.device,
         torch.bfloat16 if config.trainer.autocasts else torch.float32,
         cases=model_cases(model["num_householder"], model["use_forget_gate"]),
         head_dims=(model["head_dim"], int(model["head_dim"] * model["expand_v"])),
     )
-    if not report.ok:
-        raise ValueError(f"backend check failed: {report.summary()}; set model.backend or TRITON_PTXAS_PATH")
+    if not checks.ok:
+        raise ValueError(f"backend check failed: {checks.summary()}; set model.backend or TRITON_PTXAS_PATH")
     if os.environ["RANK"] == "0":
-        log(f"backend      {report.summary()}")
+        log(f"backend      {checks.summary()}")
 
 
 def _record(plan: RunPlan, folder: RunFolder, resume: Path | None, log: Callable[[str], None]) -> None:

@@ -41,7 +41,7 @@ class CudaGraph(Callback):
         self._key: tuple | None = None  # shapes and addresses of the recorded pass
 
     def memory(self, config: TrainConfig) -> int:
-        """Return the bytes of a step with statistics, beside which the graph's activations stay allocated."""
+        """Return the bytes of a step with statistics, during which the graph's activations stay allocated."""
         counted = config.trainer.stats_every and not is_zoo(config.model)
         return training_memory(config).activations if counted else 0
 
