@@ -18,13 +18,13 @@ from fla_train.kernels.sizes import ceil_div, processors
 
 # Triton 3.6 calls it thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# Triton before 3.9 calls it async_copy_global_to_shared and _reinterpret.
+# Triton before 3.8 calls it async_copy_global_to_shared, and before 3.9 _reinterpret.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 reinterpret = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
-# Of a zero that the compiler must not know: triton 3.9's takes what 16 bits leave of an integer for 0.
-FACTOR = gl.constexpr(1.1 if hasattr(gl.shared_memory_descriptor, "reinterpret") else 1.0)
+# Factor of `opaque_zero`. Triton 3.8 and later know that rounding a small integer to 16 bits leaves 0.
+FACTOR = gl.constexpr(1.1 if hasattr(tma, "async_load") else 1.0)
 
 ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile of q, o and k
 SLICED = gl.constexpr(96)  # sums over 65 to 96 columns stop here, not at the padded 128
