@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fla_train.models.layer_sizes import CHUNK, operator_flops
 from fla_train.utils.throughput import peak_flops
 
-CHUNK = 64  # M
 GATE_BYTES = 4  # bytes of an element of beta and g, which are fp32
 
 # Memory bandwidth in bytes per second from NVIDIA's data sheets of the SXM modules, A100 with 80 GB.
@@ -54,33 +54,6 @@ class Ceilings:
         return max(flops / self.flops, traffic / self.bandwidth)
 
 
-def forward_flops(shape: Shape, chunk: int = CHUNK) -> float:
-    """Return the FLOPs of a forward pass, per token and head.
-
-        K K^T                 2 n M K        Q K^T    2 M K
-        K S                   2 n K V        Q S      2 K V
-        (I + L)^-1            n M^2 / 3      P U      2 M V
-        (I + L)^-1 (V - K S)  2 n M V
-        K^T U                 2 n K V        in all   n [2M(K + V) + 4KV + M^2/3] + 2KV + 2M(K + V)
-
-    The right column is the query's side, whose rows are tokens instead of Householder steps.
-    """
-    n, k, v, m = shape.num_householder, shape.key_dim, shape.value_dim, chunk
-    return n * (2 * m * (k + v) + 4 * k * v + m * m / 3) + 2 * k * v + 2 * m * (k + v)
-
-
-def backward_flops(shape: Shape, chunk: int = CHUNK) -> float:
-    """Return the FLOPs of a backward pass that reads the kept inverse T = (I + L)^-1 and state S of each
-    chunk.
-
-    Per step: K S, K dS, U dS^T, dV S^T and K^T dV (10 K V); T (V - K S), T^T dU and dV U^T (6 M V); the
-    gradient of K K^T times K (2 M K). Per token: dO S^T and Q^T dO (4 K V); Q K^T, dP K and dP^T Q (6 M K);
-    P^T dO and dO U^T (4 M V).
-    """
-    n, k, v, m = shape.num_householder, shape.key_dim, shape.value_dim, chunk
-    return n * (10 * k * v + 6 * m * v + 2 * m * k) + 4 * k * v + 6 * m * k + 4 * m * v
-
-
 def forward_bytes(shape: Shape) -> float:
     """Return the least traffic of a forward pass, per token and head: q, k, v, o and the gates.
 
@@ -110,11 +83,12 @@ def _gates(shape: Shape) -> int:
 
 def bounds(shape: Shape, ceilings: Ceilings) -> tuple[float, float]:
     """Return the least seconds of a forward pass that keeps nothing, and of forward and backward."""
-    flops, traffic = forward_flops(shape), forward_bytes(shape)
-    both = ceilings.seconds(flops, traffic + kept_bytes(shape))
-    both += ceilings.seconds(backward_flops(shape), backward_bytes(shape))
+    forward, backward = operator_flops(shape.num_householder, shape.key_dim, shape.value_dim)
+    traffic = forward_bytes(shape)
+    both = ceilings.seconds(forward, traffic + kept_bytes(shape))
+    both += ceilings.seconds(backward, backward_bytes(shape))
     count = shape.batch * shape.tokens * shape.heads
-    return count * ceilings.seconds(flops, traffic), count * both
+    return count * ceilings.seconds(forward, traffic), count * both
 
 
 def known_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings | None:

@@ -9,19 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fla_train.bench.kernels import make_problem, ours
 from fla_train.bench.measure import Implementation, compare
 from fla_train.bench.report import Report
-from fla_train.bench.roofline import (
-    CHUNK,
-    Ceilings,
-    Shape,
-    backward_bytes,
-    backward_flops,
-    bounds,
-    forward_bytes,
-    forward_flops,
-    kept_bytes,
-)
+from fla_train.bench.roofline import Ceilings, Shape, backward_bytes, bounds, forward_bytes, kept_bytes
 from fla_train.kernels.delta_product import delta_product
 from fla_train.kernels.delta_product.selfcheck import Case, make_inputs, relative_rms
+from fla_train.models.layer_sizes import CHUNK, operator_flops
 
 CPU = torch.device("cpu")
 NUM_HOUSEHOLDER = pytest.mark.parametrize("num_householder", [1, 3])
@@ -71,10 +62,9 @@ def test_flops_equal_those_of_a_chunk_in_plain_torch(num_householder: int) -> No
     for result, reference in zip(results, [o, final, *expected], strict=True):
         assert relative_rms(result.reshape(reference.shape), reference) < 1e-12
 
-    sizes = Shape(1, tokens, 1, key_dim, value_dim, num_householder, gated=True)
-    solve = rows**3 / 3
-    assert forward.get_total_flops() + solve == pytest.approx(tokens * forward_flops(sizes, chunk=rows))
-    assert backward.get_total_flops() == pytest.approx(tokens * backward_flops(sizes, chunk=rows))
+    counted = forward.get_total_flops() + rows**3 / 3, backward.get_total_flops()  # with the inverse
+    per_token = operator_flops(num_householder, key_dim, value_dim, rows)
+    assert counted == pytest.approx([tokens * flops for flops in per_token])
 
 
 @NUM_HOUSEHOLDER
@@ -102,7 +92,7 @@ def test_bytes_are_those_of_the_tensors(num_householder: int) -> None:
 def test_the_longer_of_two_times_bounds() -> None:
     shape = Shape(1, 1, 1, 128, 128, 2, gated=True)
     assert bounds(shape, Ceilings(1e30, 1e12))[0] == forward_bytes(shape) / 1e12
-    assert bounds(shape, Ceilings(1e12, 1e30))[0] == forward_flops(shape) / 1e12
+    assert bounds(shape, Ceilings(1e12, 1e30))[0] == operator_flops(2, 128, 128)[0] / 1e12
     # Worked out by hand for K = V = 128 at 790 TFLOP/s and 3.0 TB/s: 2.31 ns per token and head.
     assert bounds(shape, Ceilings(790e12, 3.0e12))[1] * 1e9 == pytest.approx(2.31, rel=0.005)
 
