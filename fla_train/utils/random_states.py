@@ -5,6 +5,7 @@ import random
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def random_states() -> dict:
@@ -29,11 +30,5 @@ def set_random_states(states: dict) -> None:
 
 def differing(before: dict, after: dict) -> set[str]:
     """Return the names of the generators in `random_states` whose states differ."""
-    return {name for name, state in before.items() if _values(state) != _values(after[name])}
-
-
-def _values(state: object) -> object:
-    """Return a state without tensors, for comparisons."""
-    if isinstance(state, Tensor):
-        return state.tolist()
-    return [_values(item) for item in state] if isinstance(state, tuple) else state
+    before, after = (tree_map_only(Tensor, Tensor.tolist, states) for states in (before, after))
+    return {name for name, state in before.items() if state != after[name]}
