@@ -104,6 +104,21 @@ def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it runs `pip list`
 
 
+def write_mirror(folder: Path, sets: dict[tuple[str, str, str], list[dict]]) -> Path:
+    """Write rows, by (name on the Hub, config, split), as folders of the Hub; return `folder`."""
+    headers: dict[str, dict[str, list[dict]]] = {}
+    for (name, config, split), rows in sets.items():
+        file = folder / name / config / f"{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = headers.setdefault(name, {}).setdefault(config, [])
+        files.append({"split": split, "path": f"{config}/{split}.jsonl"})
+    for name, configs in headers.items():
+        entries = [{"config_name": config, "data_files": files} for config, files in configs.items()]
+        (folder / name / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': entries})}---\n")
+    return folder
+
+
 def measure(jobs: Iterable[Job], folder: Path, ranks: Ranks = ALONE) -> EvalResult:
     """Run the jobs with a cache in `folder`."""
     result = EvalResult(name="model", suite={"name": "test", "tasks": []})

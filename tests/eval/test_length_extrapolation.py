@@ -1,9 +1,6 @@
 """The length-extrapolation suite: how documents are packed, and the papers' sets."""
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ from fla_train.eval.sets import PAPER_SETS, hub_documents
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
-from tests.eval.conftest import token_losses, value
+from tests.eval.conftest import token_losses, value, write_mirror
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {  # a row of each set with the Hub's columns, and the document it makes
@@ -43,19 +40,12 @@ ROWS = {  # a row of each set with the Hub's columns, and the document it makes
 
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every set with 40 rows, laid out by the script."""
-    splits, folder = tmp_path_factory.mktemp("splits"), tmp_path_factory.mktemp("mirror")
-    files = {"trivia_qa": "triviaqa/rc.wikipedia.nocontext.validation", "math_hard": "hendrycks_math/test"}
-    for name, (row, _) in ROWS.items():
-        file = splits / (files.get(name, f"{name}/{PAPER_SETS[name].split}") + ".jsonl")
-        file.parent.mkdir()
-        rows = [row] * 40
-        if name == "math_hard":  # MATH-Hard is the rows of level 5
-            rows = [r for hard in rows for r in (hard, hard | {"level": "Level 1", "problem": "easy"})]
-        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    script = ROOT / "scripts/build_eval_mirror.py"
-    subprocess.run([sys.executable, script, splits, folder], check=True, capture_output=True)
-    return folder
+    """Return a mirror in which every set has 40 rows."""
+    sets = {
+        (PAPER_SETS[name].hub, PAPER_SETS[name].config or "default", PAPER_SETS[name].split): [row] * 40
+        for name, (row, _) in ROWS.items()
+    }
+    return write_mirror(tmp_path_factory.mktemp("mirror"), sets)
 
 
 def test_the_suite_holds_the_papers_sets_and_panels() -> None:

@@ -3,8 +3,6 @@
 import json
 import math
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -25,14 +23,14 @@ from fla_train.eval.sets import local_datasets
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
-from tests.eval.conftest import token_losses, value
+from tests.eval.conftest import token_losses, value, write_mirror
 
 ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = Path(lm_eval.tasks.__file__).parent
 TASKS = ["wikitext", "lambada_openai", "arc_easy", "squad_completion"]
 
 PAGES = [
-    " = Ann = \n \n She sang , twice . \n = = Life = = \n It was 1 @,@ 000 years . \n",
+    " = Ann = \n \n She sang , twice . \n = = Life = = \n It was 1 @,@ 000 years . ",
     " = Bob = \n He ran . \n",
 ]
 DETOKENIZED = [  # by hand: lm-eval takes the spaces before punctuation and around newlines out
@@ -53,28 +51,22 @@ ARC = [
 
 
 @pytest.fixture(scope="module")
-def splits(tmp_path_factory: pytest.TempPathFactory, quiz: list[dict]) -> Path:
-    """Official splits as they are kept: every second answer of the recall set is a wrong one."""
-    folder = tmp_path_factory.mktemp("splits")
+def mirror(tmp_path_factory: pytest.TempPathFactory, quiz: list[dict]) -> Path:
+    """Return local copies of the sets. Every second answer of the recall set is a wrong one."""
     recall = [
         {"doc_id": str(i), "key": "colour", "value": f" {row['choices'][(row['answer'] + i % 2) % 4]}"}
         | {"text": f"{row['question']} \n"}
         for i, row in enumerate(quiz[:6])
     ]
-    write(folder / "wikitext2/wiki.test.raw", " \n" + "".join(PAGES))
-    write(folder / "lambada_openai/test.jsonl", lines([{"text": text} for text in LAMBADA]))
-    write(folder / "arc_easy/test.jsonl", lines(ARC))
-    write(folder / "arc_easy/validation.jsonl", lines(ARC[:1]))
-    write(folder / "squad_completion/validation.jsonl", lines(recall))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mirror(splits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mirror")
-    script = ROOT / "scripts/build_eval_mirror.py"
-    subprocess.run([sys.executable, script, splits, folder], check=True, capture_output=True)
-    return folder
+    wikitext = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
+    sets = {
+        (*wikitext, "test"): [{"page": page} for page in PAGES],
+        ("EleutherAI/lambada_openai", "default", "test"): [{"text": text} for text in LAMBADA],
+        ("allenai/ai2_arc", "ARC-Easy", "test"): ARC,
+        ("allenai/ai2_arc", "ARC-Easy", "validation"): ARC[:1],
+        ("hazyresearch/based-squad", "default", "validation"): recall,
+    }
+    return write_mirror(tmp_path_factory.mktemp("mirror"), sets)
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +122,6 @@ def log_likelihood(model, tokenizer, context: str, text: str) -> tuple[float, bo
     tail = tokenizer.encode(text, add_special_tokens=False)
     greedy = model(torch.tensor([head + tail])).logits[0, len(head) - 1 : -1].argmax(-1).tolist()
     return -token_losses(model, head + tail)[-len(tail) :].sum(), greedy == tail
-
-
-def test_the_mirror_is_the_splits_in_the_layout_of_the_hub(mirror: Path) -> None:
-    pages = datasets.load_dataset(str(mirror / "EleutherAI/wikitext_document_level"), "wikitext-2-raw-v1")
-    joined = "\n".join(pages["test"]["page"])
-    assert joined == "".join(PAGES) and len(pages["test"]) == 2
-    arc = datasets.load_dataset(str(mirror / "allenai/ai2_arc"), "ARC-Easy")
-    assert list(arc["test"]) == ARC and list(arc["validation"]) == ARC[:1]
 
 
 def test_scores_equal_a_direct_computation(
