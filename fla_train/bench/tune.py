@@ -5,14 +5,17 @@ forward and backward pass. Finally they are checked, from the fastest on, until 
 numbers.
 """
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from math import nan
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from fla_train.kernels.delta_product.triton.launch_table import MIN_TILE, Key, L
 from fla_train.kernels.precompile import precompile
 from fla_train.utils.environment import describe_environment
 from fla_train.utils.errors import described
+from fla_train.utils.filesystem import write_whole
 
 # `chunk_bwd_state` comes last: in Gluon it also replaces `chunk_bwd_qkg`, whose best options it has to beat.
 KERNELS = ("chunk_prepare_wy", "chunk_fwd", "chunk_bwd_qkg", "chunk_bwd_state")
@@ -60,8 +64,15 @@ def _rows(options: Tune, device: torch.device) -> Iterator[Row]:
             for line in row["failures"]:
                 print(f"failed: {row['kernel']} {line}", file=sys.stderr)
             table[key_of(shape, device)] = best
-        launch_table.write_table(file, table, describe_environment(str(device)))
-        clear_caches()
+        write_table(file, table, describe_environment(str(device)))
+
+
+def write_table(file: Path, table: launch_table.Table, about: Mapping[str, Any]) -> None:
+    """Write a table, which `launch_table` reads from now on; `about` says where it comes from."""
+    rows = [asdict(key) | asdict(table[key]) for key in sorted(table)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    clear_caches()
 
 
 def key_of(shape: Shape, device: torch.device) -> Key:

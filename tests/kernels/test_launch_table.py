@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from fla_train.bench.tune import write_table
 from fla_train.kernels.delta_product.triton.launch_table import (
     Key,
     LaunchOptions,
@@ -14,7 +15,6 @@ from fla_train.kernels.delta_product.triton.launch_table import (
     lookup,
     nearest,
     option_error,
-    write_table,
 )
 from fla_train.kernels.delta_product.triton.launches import ROWS
 

@@ -202,17 +202,3 @@ def read_table(file: Path) -> Table:
             f"{file} is not a valid table of launch options ({failure!r}): delete it or run fla-bench tune"
         ) from failure
     return table
-
-
-def write_table(file: Path, table: Table, about: Mapping[str, Any]) -> None:
-    """Write a table; `about` says where it comes from.
-
-    The file is replaced as a whole, so that a process which starts meanwhile reads either table.
-    """
-    rows = [asdict(key) | asdict(options) for key, options in sorted(table.items(), key=lambda row: row[0])]
-    text = json.dumps({"about": dict(about), "rows": rows}, indent=1) + "\n"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(file)
-    lookup.cache_clear()
