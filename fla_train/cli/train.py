@@ -11,6 +11,7 @@ from datetime import datetime
 from itertools import compress
 from pathlib import Path
 
+import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,7 +25,7 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.import_ahead import import_ahead
 from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
-from fla_train.utils.timeline import BEGAN, process_start
+from fla_train.utils.timeline import BEGAN
 
 LONGEST_NAME = 80  # characters of a job's overrides in the name of its folder
 LONGEST_TAG = 64  # characters, W&B's limit
@@ -139,7 +140,7 @@ def extend(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | N
 
 def main() -> None:
     """Run the console command."""
-    os.environ[BEGAN] = str(process_start())
+    os.environ[BEGAN] = str(psutil.Process().create_time())
     end_without_collecting()
     # The command starts the workers of a single run itself.
     if not is_rank() and not any(word.startswith(("-", "dry_run=")) for word in sys.argv[1:]):

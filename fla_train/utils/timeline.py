@@ -2,15 +2,8 @@
 
 import time
 
-import psutil
-
 # Environment variable with the Unix time at which the command started.
 BEGAN = "FLA_TRAIN_BEGAN"
-
-
-def process_start() -> float:
-    """Return the Unix time at which this process started."""
-    return psutil.Process().create_time()
 
 
 class Timeline:

@@ -65,14 +65,13 @@ def takes_cache(mixer: type[Mixer]) -> bool:
 
 
 def check_mixer(config: DeltaProductConfig) -> None:
-    """Import the class `config.mixer` and build it on the meta device.
+    """Import the custom class `config.mixer` and build it on the meta device.
 
     Raises:
         MixerError: it can't be used.
     """
-    if config.mixer is not None:
-        with torch.device("meta"):
-            build_mixer(config, config.layer_types.index("linear_attention"))
+    with torch.device("meta"):
+        build_mixer(config, config.layer_types.index("linear_attention"))
 
 
 def check_output(mixer: str, output: object, shape: torch.Size) -> None:
