@@ -85,11 +85,8 @@ class RunFolder:
             raise ValueError(f"run.dir={self.root} can't be written: give another run.dir")
 
     def create(self) -> None:
-        """Create the folder. Raise `ValueError` if that fails."""
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(self.root, error) from error
+        """Create the folder, if it is missing."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
 
     def record_start(self, step: int, tokens: int, processes: int) -> None:
         """Record that workers start after `step`, with copies of config and environment.
@@ -117,7 +114,8 @@ class RunLock:
     """Lock a run folder by its file `.lock` against other trainers while this process lives.
 
     Raises:
-        ValueError: another trainer holds it, or the folder is not writable.
+        ValueError: another trainer holds it.
+        OSError: the folder is not writable, or `.lock` is a symbolic link.
     """
 
     def __init__(self, folder: RunFolder):
@@ -142,10 +140,7 @@ class RunLock:
         self._file.close()
 
     def _take(self, wait: float = 0.0) -> None:
-        try:
-            self._file = open_lock(self._path)
-        except OSError as error:
-            raise _unwritable(self._root, error) from error
+        self._file = open_lock(self._path)
         deadline = time.monotonic() + wait
         while not try_lock(self._file.fileno()):
             if time.monotonic() > deadline:
@@ -171,19 +166,11 @@ def _is_at(path: Path, identity: os.stat_result) -> bool:
         return False
 
 
-def _unwritable(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"run.dir={path} can't be written ({error.strerror}): give another run.dir")
-
-
 def new_run_dir(label: str) -> Path:
     """Create `runs/<label>-<time>` at once, so that two launches in one second get two folders."""
     parent, base = Path("runs"), f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
     for attempt in count(1):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _unwritable(path, error) from error
