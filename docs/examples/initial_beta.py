@@ -11,7 +11,7 @@ the first `free` steps and at `start` for the others.
 import torch
 from torch import Tensor, nn
 
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.mixers import DeltaProductMixer
 
 

@@ -18,7 +18,7 @@ only the diagonal of k k^T; here it is whole.)
 import torch
 from torch import Tensor
 
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.mixers import DeltaProductMixer
 
 EPS = 1e-6  # the operator divides keys by sqrt(k.k + EPS)

@@ -18,8 +18,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from fla_train.bench.models import COMPILED, Compose, build
 from fla_train.bench.options import Generate
 from fla_train.bench.report import Report, Row
-from fla_train.models import DeltaProductConfig
 from fla_train.models.cache import CACHE_NAME
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.config import TrainConfig
 from fla_train.utils.errors import described
 

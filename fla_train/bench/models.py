@@ -5,8 +5,8 @@ from importlib import import_module
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fla_train.models import DeltaProductConfig, build_config
 from fla_train.models.build import build_model, build_model_config
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.flops import forward_flops
@@ -21,8 +21,8 @@ def _ours(config: TrainConfig) -> PreTrainedModel:
 
 def _transformer(config: TrainConfig) -> PreTrainedModel:
     """Return our softmax attention model with as many parameters as ours: the MLP makes up the difference."""
-    ours = build_config(config.model)
-    model = build_config({**config.model, "layer_types": ["full_attention"]})
+    ours = DeltaProductConfig.from_node(config.model)
+    model = DeltaProductConfig.from_node({**config.model, "layer_types": ["full_attention"]})
     missing = count_parameters(ours).body - count_parameters(model).body
     width = model.intermediate_size + missing / (3 * model.hidden_size * model.num_hidden_layers)
     model.intermediate_size = 64 * max(1, round(width / 64))
@@ -31,7 +31,7 @@ def _transformer(config: TrainConfig) -> PreTrainedModel:
 
 def _llama(config: TrainConfig) -> PreTrainedModel:
     """Return transformers' Llama with SDPA and as many parameters: its MLP makes up the difference."""
-    ours = build_config(config.model)
+    ours = DeltaProductConfig.from_node(config.model)
     hidden, layers = ours.hidden_size, ours.num_hidden_layers
     rest = count_parameters(ours).body - layers * (4 * hidden**2 + 2 * hidden) - hidden
     return LlamaForCausalLM(
@@ -51,7 +51,7 @@ def _llama(config: TrainConfig) -> PreTrainedModel:
 
 def _fla(config: TrainConfig) -> PreTrainedModel:
     """Return flash-linear-attention's model of the same recurrence and parameters."""
-    ours = build_config(config.model)
+    ours = DeltaProductConfig.from_node(config.model)
     gated, several = ours.use_forget_gate, ours.num_householder > 1
     name = "GatedDeltaProduct" if several else "GatedDeltaNet" if gated else "DeltaNet"
     names = "vocab_size hidden_size num_hidden_layers num_heads intermediate_size".split()

@@ -15,7 +15,7 @@ import torch
 from fla_train.bench.models import Compose
 from fla_train.bench.options import Precompile
 from fla_train.bench.report import Report
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.training.config import TrainConfig
 from fla_train.training.launch import TrainingFailed, launch
 

@@ -10,9 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fla_train.data.config import DataConfig, cache_folder, corpus_configs
 from fla_train.data.mixture import integer_shares
@@ -21,6 +19,9 @@ from fla_train.data.sources import Source, open_source
 from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
 from fla_train.utils.filesystem import reason
 from fla_train.utils.keys import rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BEGUN = "begun.json"  # in the folder of an unfinished preparation: the source and its commit
 
@@ -32,7 +33,7 @@ class PreparedData:
     folder: Path
     manifest: dict[str, Any]
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer's copy. Raises `ValueError` if it is lost or damaged."""
         folder = (self.folder / "tokenizer").resolve()  # mixtures and streams link to that of a corpus
         try:
@@ -106,7 +107,7 @@ class CachePaths:
     """
 
     source: Source
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     final: Path
     building: Path
 

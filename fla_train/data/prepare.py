@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from fla_train.data import cache, shards
 from fla_train.data.cache import PreparedData, open_prepared
@@ -30,6 +29,9 @@ from fla_train.utils.filesystem import move_folder, save_tokenizer, write_whole
 from fla_train.utils.keys import require_valid
 from fla_train.utils.locks import locked
 from fla_train.utils.safe_files import find_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _COUNTS = ("documents", "tokens", "text_bytes")  # of a split
 _KEPT = ("bytes", "sha256", *SPLITS)  # what a manifest keeps of a shard's record
@@ -182,7 +184,7 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
 
 
 def _tokenize(
-    source: Source, config: DataConfig, building: Path, tokenizer: PreTrainedTokenizerBase, show: bool
+    source: Source, config: DataConfig, building: Path, tokenizer: "PreTrainedTokenizerBase", show: bool
 ) -> dict[str, Any]:
     """Tokenize the source. Return the manifest's entries about the shards."""
     ids = ids_needed(tokenizer)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
@@ -17,14 +18,16 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.safe_files import read_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+SPECIAL = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS}
 FILES = (".json", ".model")  # endings of tokenizers that are a single file
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
@@ -37,7 +40,7 @@ class TokenizerNotCached(ValueError):
 
 def load_tokenizer(
     config: TokenizerConfig, train_texts: Iterable[str] = (), *, offline: bool = False
-) -> PreTrainedTokenizerBase:
+) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that `config` names; only "bpe" reads `train_texts`.
 
     Args:
@@ -56,13 +59,13 @@ def load_tokenizer(
     return _pretrained(config.name, config.eos_token, offline)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
     """Return the token ids of each text. The name of a special token (`</s>`) in a text stays text."""
     options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
     return tokenizer(texts, verbose=False, **options)["input_ids"]
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the sha256 of the saved backend, which determines the ids, or of the vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -70,7 +73,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(f"{content}{special}".encode()).hexdigest()
 
 
-def ids_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+def ids_needed(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the largest id + 1, which exceeds `len(tokenizer)` if the vocabulary has unused ids."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
@@ -98,17 +101,19 @@ def same_tokenizer(one: TokenizerConfig, other: TokenizerConfig) -> bool:
     return fingerprint(load_tokenizer(one)) == fingerprint(load_tokenizer(other))
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def _byte_tokenizer() -> "PreTrainedTokenizerFast":
     """Build the tokenizer of bytes, which follow the special tokens: byte b has id b + 3."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     symbols = bytes_to_unicode()
     vocab = {PAD: 0, BOS: 1, EOS: 2} | {symbols[b]: b + 3 for b in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _wrap(backend)
+    return _wrap(backend, **SPECIAL)
 
 
-def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> PreTrainedTokenizerFast:
+def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> "PreTrainedTokenizerFast":
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
@@ -128,20 +133,16 @@ def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> PreTr
             yield text
 
     backend.train_from_iterator(limited(), trainer)
-    return _wrap(backend)
+    return _wrap(backend, **SPECIAL)
 
 
-def _wrap(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        clean_up_tokenization_spaces=False,
-    )
+def _wrap(backend: tokenizers.Tokenizer, **special: str) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
 
 
-def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTokenizerBase:
+def _pretrained(name: str, eos_token: str | None, offline: bool) -> "PreTrainedTokenizerBase":
     path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(FILES)
     if looks_local and not path.exists():
@@ -169,27 +170,27 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> PreTrainedTo
     return tokenizer
 
 
-def _load_local(folder: Path) -> PreTrainedTokenizerBase:
+def _load_local(folder: Path) -> "PreTrainedTokenizerBase":
     """Load a folder by AutoTokenizer, a file or a folder of bare vocabulary files by their format."""
+    import transformers
+
     if folder.is_file():
         if folder.name.endswith(".model"):
             return from_sentencepiece(folder)
-        return PreTrainedTokenizerFast(tokenizer_file=str(folder))
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder))
     if not any(folder.glob("*config.json")) and not (folder / "tokenizer.json").exists():
         if (folder / "tokenizer.model").exists():
             return from_sentencepiece(folder / "tokenizer.model")
         if (folder / "merges.txt").exists():
             # This imports the list of transformers' models, a third of a second.
-            from transformers import GPT2Tokenizer
-
-            return GPT2Tokenizer.from_pretrained(folder)
+            return transformers.GPT2Tokenizer.from_pretrained(folder)
     return load_saved(folder)
 
 
-def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+def load_saved(place: str | Path, *, local_files_only: bool = False) -> "PreTrainedTokenizerBase":
     """Load a tokenizer of the Hub or of a folder that transformers wrote. None of its Python files is run."""
-    # AutoTokenizer imports generation and torch._dynamo, which takes seconds.
-    from transformers import AutoTokenizer
+    # AutoTokenizer imports the list of transformers' models, a quarter of a second.
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     settings = Path(place) / "tokenizer_config.json"
     known = settings.is_file() and read_json(settings).get("tokenizer_class")
@@ -200,7 +201,7 @@ def load_saved(place: str | Path, *, local_files_only: bool = False) -> PreTrain
     )
 
 
-def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
+def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
     """Convert the byte-fallback BPE model in `path` to a fast tokenizer, which adds no tokens.
 
     Raises:
@@ -236,11 +237,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     if not is_bpe or backend.encode(_PROBE).ids != model.encode(_PROBE):
         raise ValueError(f"{path} is a SentencePiece model of another kind than byte-fallback BPE")
     special = {"unk_token": model.unk_id(), "bos_token": model.bos_id(), "eos_token": model.eos_id()}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        **{name: pieces[i] for name, i in special.items() if i >= 0},
-    )
+    return _wrap(backend, **{name: pieces[i] for name, i in special.items() if i >= 0})
 
 
 def _merges(model: SentencePieceProcessor, pieces: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
@@ -256,7 +253,7 @@ def _merges(model: SentencePieceProcessor, pieces: list[str], vocab: dict[str, i
     return [(left, right) for _, _, left, right in sorted(merges)]
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
+def token_bytes(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray | None:
     """Return the number of UTF-8 bytes of each token id, [ids] int64; 0 for special tokens.
 
     Bits per byte follow from these. The sum over a text's tokens is the text's size, except for what the

@@ -14,8 +14,8 @@ from yaml import YAMLError
 
 from fla_train.hub.checksums import CARD
 from fla_train.hub.paths import own_name, run_folder
-from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
+from fla_train.models.settings import DeltaProductSettings
 from fla_train.utils.safe_files import find_json, parse_yaml
 
 if TYPE_CHECKING:  # the launcher of a run reads records but imports no models, which take seconds
@@ -110,7 +110,7 @@ def render_card(
     config = model.config
     package, model_type = library or (type(model).__module__.split(".")[0], config.model_type)
     mixer = getattr(config, "mixer", None)
-    ours = isinstance(config, DeltaProductConfig) and mixer is None
+    ours = isinstance(config, DeltaProductSettings) and mixer is None
     ours = ours and "linear_attention" in config.layer_types
     remote_code = package == "fla_train" and mixer is None
     count = count_parameters(model)
@@ -207,7 +207,7 @@ def _settings(model: "PreTrainedModel") -> dict[str, object]:
     """Return the settings of the card's first table; None if one does not apply."""
     config = model.config
     layers = Counter(getattr(config, "layer_types", None))
-    foreign = not isinstance(config, DeltaProductConfig)  # has only some of these settings
+    foreign = not isinstance(config, DeltaProductSettings)  # has only some of these settings
     names = ["mixer", "mixer_options", "hidden_size", "num_hidden_layers", "intermediate_size"]
     names.append("tie_word_embeddings")
     if foreign or "linear_attention" in layers:

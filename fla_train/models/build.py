@@ -1,7 +1,9 @@
 """Build any causal language model from a `model` node of a config.
 
-A node without `source` has the fields of `DeltaProductConfig`. Any other node has four keys: `source` (the
+A node without `source` has the fields of `DeltaProductSettings`. Any other node has four keys: `source` (the
 library), `model_type` (its name of the architecture), `config` (fields of its config) and `vocab_size`.
+
+The launcher of a run imports this module, but neither transformers nor models, unless its model needs them.
 """
 
 import copy
@@ -11,13 +13,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
-from fla_train.models.configuration import MACHINE_KEYS, DeltaProductConfig, build_config, config_fields
-from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
+from fla_train.models.settings import FIELDS, MACHINE_KEYS, DeltaProductSettings
 
-if TYPE_CHECKING:  # the launcher of a run imports configs but no models, which take seconds
-    from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer's, unless the node sets them
 # Keys that node["config"] may not have.
@@ -42,7 +42,13 @@ def architecture(node: Mapping[str, Any]) -> str:
     return "+".join([name, *sorted({*layers} - {"linear_attention"})])
 
 
-def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
+def model_settings(node: Mapping[str, Any]) -> "DeltaProductSettings | PreTrainedConfig":
+    """Check a `model` node as `build_model_config` does, and build the config only if it needs classes."""
+    plain = not is_zoo(node) and node.get("mixer") is None
+    return DeltaProductSettings.from_node(node) if plain else build_model_config(node)
+
+
+def build_model_config(node: Mapping[str, Any]) -> "PreTrainedConfig":
     """Build the config of a composed `model` node, a plain dict.
 
     A `vocab_size` of None, before a tokenizer is known, becomes the class's default.
@@ -50,8 +56,12 @@ def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: an unknown key or class, a missing package, or settings that contradict each other.
     """
+    from transformers import PreTrainedConfig
+
+    from fla_train.models.configuration import DeltaProductConfig
+
     if not is_zoo(node):
-        return build_config(node)
+        return DeltaProductConfig.from_node(node)
     model_type, fields = node["model_type"], node["config"]
     config_class = _config_class(node["source"], model_type)
     known = _settings(config_class)
@@ -72,9 +82,10 @@ def build_model_config(node: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _config_class(source: str, model_type: str) -> type[PreTrainedConfig]:
+def _config_class(source: str, model_type: str) -> "type[PreTrainedConfig]":
     # They import the list of transformers' models: half a second.
     from fla_train.models.zoo import fla, transformers
+    from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
 
     match source:
         case "hf":
@@ -86,17 +97,17 @@ def _config_class(source: str, model_type: str) -> type[PreTrainedConfig]:
     raise ValueError(f"model.source={source} with model.model_type={model_type}: use hf or fla")
 
 
-def _settings(config_class: type[PreTrainedConfig]) -> set[str]:
+def _settings(config_class: "type[PreTrainedConfig]") -> set[str]:
     """Return the names of the settings of a config class, including inherited ones."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     parameters = inspect.signature(config_class.__init__).parameters
     return {*fields, *config_class.attribute_map, *parameters} - {"self", "kwargs"}
 
 
-def model_node(config: PreTrainedConfig) -> dict[str, Any]:
+def model_node(config: "DeltaProductSettings | PreTrainedConfig") -> dict[str, Any]:
     """Return the `model` node from which `build_model_config` builds `config`, without token ids."""
-    if isinstance(config, DeltaProductConfig):
-        return {name: getattr(config, name) for name in config_fields() if name not in MACHINE_KEYS}
+    if isinstance(config, DeltaProductSettings):
+        return {name: getattr(config, name) for name in FIELDS if name not in MACHINE_KEYS}
     source = {"transformers": "hf"}.get(library := type(config).__module__.split(".")[0], library)
     names = _settings(type(config)) - {*NOT_FIELDS, *TOKEN_IDS}
     fields = {name: value for name, value in config.to_diff_dict().items() if name in names}
@@ -108,7 +119,7 @@ def model_node(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def model_class(config: PreTrainedConfig) -> type["PreTrainedModel"]:
+def model_class(config: "PreTrainedConfig") -> type["PreTrainedModel"]:
     """Return the causal language model class of a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -117,14 +128,14 @@ def model_class(config: PreTrainedConfig) -> type["PreTrainedModel"]:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def build_model(config: PreTrainedConfig) -> "PreTrainedModel":
+def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
     """Build the model of a config with new weights in fp32. Other libraries' classes get the fused loss.
 
     Raises:
         ValueError: the class rejects settings that its config accepts, or needs a missing package.
     """
     cls = model_class(config)
-    if isinstance(config, DeltaProductConfig):
+    if isinstance(config, DeltaProductSettings):
         return cls(config).float()
     from fla_train.models.zoo.loss import with_fused_loss
 

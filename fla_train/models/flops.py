@@ -12,8 +12,8 @@ from torch import nn
 
 from fla_train.models import layer_sizes
 from fla_train.models.activation_checkpointing import SELECTIVE
-from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.layer_sizes import CHUNK, CHUNK_ELEMENTS
+from fla_train.models.settings import DeltaProductSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +54,9 @@ class TrainingMemory:
         return self.parameters + self.optimizer + max(begin, 2 * self.gradients)
 
 
-def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> ParameterCount:
-    """Count the parameters of any model, or of a `DeltaProductConfig` without building its model."""
-    if not isinstance(model, DeltaProductConfig):
+def count_parameters(model: "DeltaProductSettings | PreTrainedModel") -> ParameterCount:
+    """Count the parameters of any model, or of a `DeltaProductSettings` without building its model."""
+    if not isinstance(model, DeltaProductSettings):
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         tied = head is None or head.weight is table
         held = sum(p.numel() for p in model.parameters())
@@ -71,7 +71,7 @@ def count_parameters(model: "DeltaProductConfig | PreTrainedModel") -> Parameter
     return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
 
 
-def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
+def flops_per_token(config: DeltaProductSettings, seq_len: int) -> float:
     """Return the FLOPs to train on one token of a sequence of `seq_len`, forward and backward.
 
     Each weight of a matrix product, including the head but not the embedding, costs 2 forward and 4 backward.
@@ -89,7 +89,7 @@ def flops_per_token(config: DeltaProductConfig, seq_len: int) -> float:
     return 6 * weights + mixers + attention_flops(config, seq_len)
 
 
-def _custom_mixers(config: DeltaProductConfig) -> list[nn.Module]:
+def _custom_mixers(config: DeltaProductSettings) -> list[nn.Module]:
     """Build the mixers of the linear layers, of the class `config.mixer`, on the meta device."""
     from fla_train.models.mixers.registry import build_mixer  # imports modeling code
 
@@ -98,7 +98,7 @@ def _custom_mixers(config: DeltaProductConfig) -> list[nn.Module]:
         return [build_mixer(config, layer) for layer in linear]
 
 
-def attention_flops(config: DeltaProductConfig, seq_len: int) -> float:
+def attention_flops(config: DeltaProductSettings, seq_len: int) -> float:
     """Return the FLOPs per token of softmax attention without its projections, forward and backward.
 
     A visible key costs 4 * hidden_size forward and twice that backward, with causality and windows.
@@ -115,7 +115,7 @@ def visible_keys(seq_len: int, window: int | None) -> float:
 
 
 def training_memory_bytes(
-    config: DeltaProductConfig,
+    config: DeltaProductSettings,
     *,
     tokens_per_device: int,
     num_devices: int = 1,
@@ -167,7 +167,7 @@ def training_memory_bytes(
     )
 
 
-def _product_outputs(config: DeltaProductConfig, layer: str) -> int:
+def _product_outputs(config: DeltaProductSettings, layer: str) -> int:
     """Count the outputs of a layer's matrix products per token."""
     if layer == "linear_attention":
         gate = config.use_output_gate * config.value_heads * config.head_v_dim
@@ -177,14 +177,14 @@ def _product_outputs(config: DeltaProductConfig, layer: str) -> int:
     return mixer + 2 * config.intermediate_size + config.hidden_size
 
 
-def _other_matmuls(config: DeltaProductConfig) -> int:
+def _other_matmuls(config: DeltaProductSettings) -> int:
     """Count the elements of the weight matrices of all blocks, without the mixers of linear layers."""
     hidden = config.hidden_size
     total = config.num_hidden_layers * 3 * hidden * config.intermediate_size
     return total + len(config.attention_layers) * 2 * hidden * attention_channels(config)
 
 
-def attention_channels(config: DeltaProductConfig) -> int:
+def attention_channels(config: DeltaProductSettings) -> int:
     """Return the channels of q and k of an attention layer, which equal those of v and output."""
     kv_size = config.hidden_size * config.num_key_value_heads // config.num_attention_heads
     return config.hidden_size + kv_size

@@ -1,25 +1,25 @@
 """Parameters and training FLOPs of one DeltaProduct mixer, and sizes of chunks."""
 
-from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.settings import DeltaProductSettings
 
 CHUNK = 64  # M: Householder steps (tokens x n_h) per chunk of the operator
 CHUNK_ELEMENTS = 2**25  # logits held at once by the loss, at 8 bytes each
 
 
-def matmul_weights(config: DeltaProductConfig) -> int:
+def matmul_weights(config: DeltaProductSettings) -> int:
     """Count the elements of the mixer's weight matrices."""
     n, v = config.num_householder, config.head_v_dim
     by_value_head = n * (v + 1) + config.use_forget_gate + v * config.use_output_gate + v
     return config.hidden_size * (_key_channels(config) + config.value_heads * by_value_head)
 
 
-def parameters(config: DeltaProductConfig) -> int:
+def parameters(config: DeltaProductSettings) -> int:
     """Count all parameters of the mixer."""
     rest = config.head_v_dim + 2 * config.value_heads * config.use_forget_gate
     return matmul_weights(config) + rest + config.conv_size * conv_channels(config)
 
 
-def training_flops(config: DeltaProductConfig) -> float:
+def training_flops(config: DeltaProductSettings) -> float:
     """Return the FLOPs per token, forward and backward.
 
     An element of a weight matrix costs 2 forward and 4 backward.
@@ -50,16 +50,16 @@ def operator_flops(n: int, k: int, v: int, m: int = CHUNK) -> tuple[float, float
     return forward, backward
 
 
-def conv_channels(config: DeltaProductConfig) -> int:
+def conv_channels(config: DeltaProductSettings) -> int:
     """Return the channels of q, k and v with a short convolution, 0 without it."""
     return projected_channels(config) if config.use_short_conv else 0
 
 
-def projected_channels(config: DeltaProductConfig) -> int:
+def projected_channels(config: DeltaProductSettings) -> int:
     """Return the channels of q, k and v."""
     return _key_channels(config) + config.value_heads * config.num_householder * config.head_v_dim
 
 
-def _key_channels(config: DeltaProductConfig) -> int:
+def _key_channels(config: DeltaProductSettings) -> int:
     """Return the channels of q and k."""
     return config.num_heads * config.head_dim * (1 + config.num_householder)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fla_train.models.activation_checkpointing import SELECTIVE
-from fla_train.models.build import architecture, build_model_config, build_on_meta, is_zoo
+from fla_train.models.build import architecture, build_on_meta, is_zoo, model_settings
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.config import TrainConfig
@@ -33,7 +33,7 @@ def _lacks_cache(config: TrainConfig) -> bool:
     from fla_train.models.mixers.delta_product import DeltaProductMixer  # imports the models: seconds
     from fla_train.models.mixers.registry import linear_mixer, takes_cache
 
-    mixer = linear_mixer(build_model_config(config.model))
+    mixer = linear_mixer(model_settings(config.model))
     return not takes_cache(mixer) or (config.packs_documents and not issubclass(mixer, DeltaProductMixer))
 
 
@@ -86,7 +86,7 @@ CONFLICTS = (
 def find_model_errors(config: TrainConfig) -> Iterator[str]:
     """Yield the error of a model that can't be built."""
     try:
-        settings = build_model_config(config.model)
+        settings = model_settings(config.model)
         if config.model.get("mixer") is not None:
             from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
 

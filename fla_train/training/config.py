@@ -214,7 +214,7 @@ class RunConfig:
 class TrainConfig:
     """Hold the root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
-    # The free keys are `MACHINE_KEYS` of `models/configuration.py`, which imports transformers.
+    # The free keys are `MACHINE_KEYS` of `models/settings.py`, which imports torch.
     model: Any = key(
         resume="fixed",
         keys={

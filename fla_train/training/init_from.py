@@ -10,8 +10,8 @@ from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.card import recorded_config
 from fla_train.hub.checkpoint_config import read_config, read_training_record, resolve_checkpoint
-from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo, model_node
-from fla_train.models.configuration import FREE_FIELDS
+from fla_train.models.build import TOKEN_IDS, is_zoo, model_node, model_settings
+from fla_train.models.settings import FREE_FIELDS
 from fla_train.training.config import TrainConfig
 from fla_train.utils.keys import rule
 from fla_train.utils.overrides import flat
@@ -54,7 +54,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     source = config.init_from
     initial = read_config(resolve_checkpoint(source), translate=not is_zoo(config.model))
     node = config.model | {"vocab_size": config.model["vocab_size"] or initial.vocab_size}
-    new, old = (dict(flat(model_node(settings))) for settings in (build_model_config(node), initial))
+    new, old = (dict(flat(model_node(settings))) for settings in (model_settings(node), initial))
     differing = [
         f"model.{name}={new.get(name)} (init_from has {old.get(name)})"
         for name in sorted({*new, *old})

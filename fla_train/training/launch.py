@@ -7,9 +7,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
-from fla_train.models.build import architecture, build_model_config, is_zoo
+from fla_train.models.build import architecture, model_settings
 from fla_train.training import worker
 from fla_train.training.agent import run_workers
 from fla_train.training.checkpoint import step_of
@@ -131,6 +130,6 @@ def _is_left_to_train(plan: RunPlan, folder: RunFolder) -> bool:
 def _label(config: TrainConfig) -> str:
     """Return a name for a run from its model: architecture, width and depth."""
     model = config.model
-    sizes = build_model_config(model) if is_zoo(model) else SimpleNamespace(**model)
+    sizes = model_settings(model)
     name = re.sub("[_+]", "-", architecture(model))
     return f"{name}-{sizes.hidden_size}x{sizes.num_hidden_layers}"

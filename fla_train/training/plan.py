@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.data.cache import PreparedData, open_prepared
 from fla_train.hub.saved_config import escaped
-from fla_train.models.build import build_model_config, build_on_meta, is_zoo
+from fla_train.models.build import build_on_meta, is_zoo, model_settings
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.callback import make_callbacks
@@ -101,7 +101,7 @@ def read_plan(path: Path) -> RunPlan:
 
 def count_node(node: dict[str, Any]) -> ParameterCount:
     """Count the parameters of a `model` node without weights."""
-    return count_parameters(build_on_meta(node) if is_zoo(node) else build_model_config(node))
+    return count_parameters(build_on_meta(node) if is_zoo(node) else model_settings(node))
 
 
 def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | None) -> RunPlan:
@@ -161,7 +161,7 @@ def _training_flops(config: TrainConfig) -> float:
     """Return FLOPs per token, forward and backward."""
     if is_zoo(config.model):
         return forward_flops(build_on_meta(config.model), config.trainer.seq_len).training
-    return flops_per_token(build_model_config(config.model), config.trainer.seq_len)
+    return flops_per_token(model_settings(config.model), config.trainer.seq_len)
 
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:

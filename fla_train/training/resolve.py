@@ -21,7 +21,7 @@ from fla_train.data.config import absolute, make_paths_absolute
 from fla_train.data.prepare import check_first_document, prepare
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.push import check_access
-from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.settings import DeltaProductSettings
 from fla_train.tasks.config import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
 from fla_train.training.checks import find_late_misfits, find_misfits, find_model_errors
@@ -155,7 +155,7 @@ def _fill_vocabulary(config: TrainConfig, *, offline: bool) -> None:
     try:
         needed = tokenizer_size(config.data.tokenizer, offline=offline)
     except TokenizerNotCached:
-        size = config.model["vocab_size"] = asked or DeltaProductConfig.vocab_size
+        size = config.model["vocab_size"] = asked or DeltaProductSettings.vocab_size
         log(f"vocabulary   {size:,} assumed: tokenizer {config.data.tokenizer.name} is not on this machine")
         return
     fitting = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

@@ -11,7 +11,7 @@ from fla_train.cli.base import with_base
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.export import export_model
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
 from fla_train.utils.overrides import as_data

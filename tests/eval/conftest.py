@@ -18,7 +18,7 @@ from fla_train.eval.harness import task_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult
 from fla_train.eval.result_cache import Job, run_jobs
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 SIZE = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}

@@ -20,7 +20,7 @@ from fla_train.hub.convert import convert_export
 from fla_train.hub.export import copy_export, export_model
 from fla_train.hub.load import load_model
 from fla_train.hub.push import push
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
 from tests.refusal import refusal

@@ -15,7 +15,7 @@ from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.formats import fla
 from fla_train.hub.load import load_model, load_weights, trained_length
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 SIZE = {"vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 3}

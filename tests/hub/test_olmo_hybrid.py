@@ -11,7 +11,7 @@ from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.formats import olmo_hybrid
 from fla_train.hub.load import load_model, load_weights
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 LAYERS = ["linear_attention", "full_attention"]

@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import fla_train
 from fla_train.hub import remote_code
 from fla_train.hub.export import export_model
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import AUTO_CLASSES, DeltaProductForCausalLM
 
 IDS = torch.arange(20).reshape(2, 10) * 7919 % 320

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from fla_train.models import DeltaProductConfig
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2}

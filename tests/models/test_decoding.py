@@ -17,7 +17,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from fla_train.kernels.fused_ops import flash_decoding
-from fla_train.models import DeltaProductConfig, decoding, modeling
+from fla_train.models import decoding, modeling
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from fla_train.hub.export import export_model
 from fla_train.hub.load import load_model
 from fla_train.kernels.delta_product import delta_product
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.mixers.contract import contract_checks, difference
 from fla_train.models.modeling import DeltaProductForCausalLM
 

@@ -7,10 +7,10 @@ from small_models import every_variant, small_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from fla_train.cli.app import compose
-from fla_train.models import DeltaProductConfig, build_config
-from fla_train.models.configuration import config_fields
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import attention_flops, count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.models.settings import FIELDS
 from fla_train.training.config import register
 
 
@@ -35,12 +35,12 @@ def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
 def test_the_yaml_files_have_every_field():
     register()
     """`max_position_embeddings` of an export is the training length."""
-    assert {*compose("train").model, "max_position_embeddings"} == set(config_fields())
+    assert {*compose("train").model, "max_position_embeddings"} == set(FIELDS)
 
 
 def config_of(*overrides: str) -> DeltaProductConfig:
     register()
-    return build_config(OmegaConf.to_container(compose("train", overrides).model))
+    return DeltaProductConfig.from_node(OmegaConf.to_container(compose("train", overrides).model))
 
 
 @pytest.mark.parametrize(

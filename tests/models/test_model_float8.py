@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fla_train.models import DeltaProductConfig
 from fla_train.models.activation_checkpointing import checkpoint_activations
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.float8 import Float8Weights
 from fla_train.models.layers import GatedMLP, project
 from fla_train.models.modeling import DeltaProductForCausalLM

@@ -12,8 +12,8 @@ from tests.test_configuration_common import ConfigTester
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.models.auto import modeling_auto
 
-from fla_train.models import DeltaProductConfig
 from fla_train.models.cache import CountingLayer
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import (
     DeltaProductForCausalLM,
     DeltaProductForQuestionAnswering,

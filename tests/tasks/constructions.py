@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.tasks.groups import make_group
 

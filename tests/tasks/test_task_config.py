@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.tasks.config import make_task, tasks_for_testing, training_task
 from fla_train.tasks.formal import LANGUAGES, FormalLanguage

@@ -16,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import Batch, BatchSampler
-from fla_train.models import build_config
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.callback import Callback
 from fla_train.training.checks import features_of
@@ -32,7 +32,7 @@ LEARNING_RATE = 1e-2
 
 def make_model(config: TrainConfig) -> DeltaProductForCausalLM:
     torch.manual_seed(1)
-    return DeltaProductForCausalLM(build_config(config.model)).float()
+    return DeltaProductForCausalLM(DeltaProductConfig.from_node(config.model)).float()
 
 
 def attached_features(engine: DeepSpeedEngine, config: TrainConfig) -> list[Callback]:

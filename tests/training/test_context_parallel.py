@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import Batch, pack
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.context_parallel import RankMesh, split_batch

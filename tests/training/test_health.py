@@ -11,7 +11,7 @@ import pytest
 import torch
 from warm_ranks import TWO_RANKS, WarmRanks
 
-from fla_train.models import DeltaProductConfig
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import report

@@ -25,8 +25,9 @@ from fla_train.utils.timeline import Timeline
 NOT_IN_THE_LAUNCHER = """
     accelerate datasets deepspeed lm_eval matplotlib.figure pandas scipy.stats sklearn sympy torch._dynamo
     torch._inductor torch.distributed.tensor transformers.modeling_utils transformers.models triton wandb
-    fla_train.models.modeling
+    fla_train.models.configuration fla_train.models.mixers fla_train.models.modeling
 """.split()
+TASK = ["task=group_words", "task.batch_size=8", "model=hybrid/swa/tiny"]
 NOT_BEFORE_THE_FIRST_STEP = (
     "datasets lm_eval matplotlib.figure scipy.stats tensorboard torchvision wandb".split()
 )
@@ -66,19 +67,21 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("program", "option", "left_out", "loaded"),
+    ("program", "options", "left_out", "loaded"),
     [
-        (LAUNCHER, "seed=1", {*NOT_IN_THE_LAUNCHER}, "fla_train.training.agent"),
+        # Only the tokenizer of a text needs transformers.
+        (LAUNCHER, TASK, {*NOT_IN_THE_LAUNCHER, "transformers"}, "fla_train.training.agent"),
+        (LAUNCHER, ["seed=1"], {*NOT_IN_THE_LAUNCHER}, "fla_train.training.agent"),
         # The list of transformers' config classes is in `transformers.models`.
         (
             LAUNCHER,
-            "init_from={whole}",
-            {*NOT_IN_THE_LAUNCHER} - {"transformers.models"},
+            ["init_from={whole}"],
+            {*NOT_IN_THE_LAUNCHER} - {"transformers.models", "fla_train.models.configuration"},
             "transformers.models",
         ),
-        (WORKER, "seed=1", {*NOT_BEFORE_THE_FIRST_STEP}, "deepspeed"),
+        (WORKER, ["seed=1"], {*NOT_BEFORE_THE_FIRST_STEP}, "deepspeed"),
     ],
-    ids=["launcher", "launcher with init_from", "worker"],
+    ids=["launcher", "launcher of a text", "launcher with init_from", "worker"],
 )
 @pytest.mark.usefixtures("unwatched")
 def test_what_is_not_needed_is_not_imported(
@@ -86,13 +89,14 @@ def test_what_is_not_needed_is_not_imported(
     whole: Path,
     tmp_path: Path,
     program: str,
-    option: str,
+    options: list[str],
     left_out: set[str],
     loaded: str,
 ) -> None:
     """The launcher is stopped at the start of its workers, a worker that imports ahead at its first step."""
     place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-c", program, *overrides, *place, option.format(whole=whole)]
+    options = options if options is TASK else [*overrides, *(text.format(whole=whole) for text in options)]
+    command = [sys.executable, "-c", program, *options, *place]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     log = tmp_path / "run" / "train.log"
     modules = set((done.stdout + (log.read_text() if log.is_file() else "")).split("\n"))

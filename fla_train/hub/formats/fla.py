@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fla_train.hub.formats.errors import refuse
-from fla_train.models.configuration import (
-    ATTN_KEYS,
-    FREE_FIELDS,
-    DeltaProductConfig,
-    config_fields,
-    expansion,
-)
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.settings import ATTN_KEYS, FIELDS, FREE_FIELDS, expansion
 
 PACKAGE = "fla"
 LIBRARY = "flash-linear-attention"
@@ -139,7 +134,7 @@ def from_ours(
     covered |= {*FREE_FIELDS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
     errors = [
         f"{name}={value!r} (it has no such setting)"
-        for name, field in config_fields().items()
+        for name, field in FIELDS.items()
         if name not in covered and (value := getattr(config, name)) != field.default
     ]
     if config.hidden_act not in ONLY["hidden_act"][0]:

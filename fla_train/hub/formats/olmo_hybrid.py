@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fla_train.hub.formats.errors import refuse
-from fla_train.models.configuration import DeltaProductConfig, expansion
+from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.settings import expansion
 from fla_train.models.zoo.transformers import config_class
 
 PACKAGE = "transformers"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from fla_train.models.flops import visible_keys
 
@@ -88,6 +87,8 @@ def softmax_attention(model: "PreTrainedModel") -> Iterator[tuple[int, int | Non
 
 
 def _projection(module: nn.Module, model: "PreTrainedModel") -> float:
+    from transformers.pytorch_utils import Conv1D  # the launcher, which imports this module, may not need it
+
     if isinstance(module, nn.Linear | nn.Conv1d | Conv1D):
         return 2 * module.weight.numel()
     if not hasattr(module, "num_experts"):

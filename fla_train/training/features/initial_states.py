@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_train.data.sampler import Batch, send
-from fla_train.models.build import build_model_config
+from fla_train.models.build import model_settings
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
@@ -37,7 +37,7 @@ class InitialStates(Callback):
 
     def memory(self, config: TrainConfig) -> int:
         """Return the bytes of this rank's rows of a step and of one more micro-batch."""
-        model = build_model_config(config.model)
+        model = model_settings(config.model)
         layers = model.layer_types.count("linear_attention")
         row = 4 * layers * model.value_heads * model.head_dim * model.head_v_dim
         return row * config.trainer.micro_batch_size * (config.num_accumulated + 1)
