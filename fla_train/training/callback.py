@@ -70,8 +70,11 @@ class Callback:
 
         Args:
             loss: fp32 scalar, sum of the micro-batch's token losses divided by `targets`. The step's loss is
-                the sum over micro-batches and ranks, so divide a sum over tokens by `targets` too.
+                the sum over micro-batches and ranks, so divide a sum over tokens by `targets` too, and
+                multiply any other term by `(batch.targets() != -100).sum() / targets`.
             outputs: of the model. Training computes no logits; hook the head to get them.
+            batch: the micro-batch, with `input_ids` [B, T] and `targets()`, the token after each one, or -100
+                without a target.
             targets: number of target tokens of the global batch; int64 scalar on the device.
         """
         return loss

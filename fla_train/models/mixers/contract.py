@@ -27,7 +27,8 @@ def small_model(mixer: str, options: dict[str, Any]) -> DeltaProductForCausalLM:
     """
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
-    config = DeltaProductConfig(**sizes, initializer_range=0.3, mixer=mixer, mixer_options=options)
+    settings = {"use_forget_gate": True, "initializer_range": 0.3}
+    config = DeltaProductConfig(**sizes, **settings, mixer=mixer, mixer_options=options)
     return DeltaProductForCausalLM(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -65,8 +66,8 @@ def contract_checks(model: DeltaProductForCausalLM) -> list[Callable[[], Pairs]]
         trained = copy.deepcopy(model).float().train()
         with torch.autocast(rows.device.type, dtype=torch.bfloat16):
             loss = trained(rows, labels=rows).loss
-        gradients = torch.autograd.grad(loss, list(trained.parameters()))
-        return [(grad, grad) for grad in gradients]  # the difference of two infinities is NaN
+        # The difference of two infinities is NaN.
+        return [(grad, grad) for grad in torch.autograd.grad(loss, list(trained.parameters()))]
 
     @torch.no_grad()
     def cached_steps() -> Pairs:
