@@ -1,0 +1,75 @@
+"""Time the chunkwise form of the delta rule against the recurrent form, by length and head size, on a GPU.
+
+    python scripts/analysis/recurrent_form.py recurrent-form.json
+
+Figure 1 of arXiv 2406.06484. Each call has 65,536 tokens and heads of 1,024 channels in all. Columns of the
+state do not depend on each other, so the recurrent form runs slices of V as heads that share keys: a warp
+holds one slice of a state in registers.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fla_train.bench.measure import median_ms
+from fla_train.kernels.delta_product import delta_product
+from fla_train.kernels.delta_product.select import RECURRENT_STATE, override
+from fla_train.kernels.delta_product.selfcheck import relative_rms
+from fla_train.utils.environment import describe_environment
+
+TOKENS, CHANNELS = 65_536, 1_024
+LENGTHS, HEAD_SIZES = (512, 1_024, 2_048, 4_096, 8_192, 16_384), (64, 128, 256)
+ALGORITHMS = {"chunkwise": "chunk", "recurrent": "fused_recurrent"}
+DEVICE = torch.device("cuda")
+
+
+def inputs(length: int, size: int) -> list[Tensor]:
+    """Return q [B, T, H, K], k and v [B, T, 1, H, K], and beta [B, T, 1, H]."""
+    heads, rows = CHANNELS // size, (TOKENS // length, length)
+    q, k, v = (torch.randn(*rows, *steps, heads, size, device=DEVICE) for steps in ((), (1,), (1,)))
+    beta = 2 * torch.rand(*rows, 1, heads, device=DEVICE)
+    return [x.requires_grad_() for x in (q.bfloat16(), k.bfloat16(), v.bfloat16(), beta)]
+
+
+def run(form: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Return o [B, T, H, V]; the recurrent form takes slices of V."""
+    heads, columns = q.shape[2], v.shape[-1] if form == "chunkwise" else RECURRENT_STATE // k.shape[-1]
+    slices = v.shape[-1] // columns
+    v = v.unflatten(-1, (slices, columns)).flatten(-3, -2)
+    o, _ = delta_product(q, k, v, beta.repeat_interleave(slices, -1), qk_l2norm=True, backend="triton")
+    return o.flatten(-2).unflatten(-1, (heads, -1))
+
+
+def times(form: str, leaves: list[Tensor]) -> tuple[float, float, list[Tensor]]:
+    """Return the milliseconds of forward, and of forward and backward, and o with the gradients."""
+
+    def both() -> list[Tensor]:
+        o = run(form, *leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, o.detach())]
+
+    with override(algorithm=ALGORITHMS[form]):  # the backward, too, reads it
+        with torch.no_grad():
+            forward = median_ms(lambda: run(form, *leaves), DEVICE)
+        return forward, median_ms(both, DEVICE), both()
+
+
+def main() -> None:
+    rows = []
+    for size in HEAD_SIZES:
+        for length in LENGTHS:
+            leaves, row, results = inputs(length, size), {"head_size": size, "length": length}, []
+            for form in ALGORITHMS:
+                row[f"{form}_forward_ms"], row[f"{form}_both_ms"], result = times(form, leaves)
+                results.append(result)
+            row["difference"] = max(relative_rms(a, b) for a, b in zip(*results, strict=True))
+            print(row, flush=True)
+            rows.append(row)
+    report = {"environment": describe_environment("cuda"), "rows": rows}
+    Path(sys.argv[1]).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
