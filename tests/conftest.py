@@ -120,6 +120,17 @@ def run_command(
 
 
 @pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the working directory: a folder outside the repository with a copy of docs/examples."""
+    folder = shutil.copytree(Path(__file__).parents[1] / "docs/examples", tmp_path / "elsewhere")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
+
+
+@pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run processes that the test starts without coverage, which slows them and sees their code elsewhere."""
     for name in ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"):

@@ -1,9 +1,8 @@
 """Custom mixers: docs/examples from another folder, the contract, and permission to import."""
 
 import json
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.mixers.contract import contract_checks, difference
 from fla_train.models.modeling import DeltaProductForCausalLM
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 OWN = {
     "linear_attention": {"mixer": "linear_attention:LinearAttention", "mixer_options": {"chunk": 4}},
     "longhorn": {"mixer": "longhorn:Longhorn"},
@@ -58,16 +56,11 @@ class Last(Mean):  # broadcast over the residual stream it would train on
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder outside the repository with the examples and `plain`, on sys.path."""
-    folder = tmp_path / "elsewhere"
-    shutil.copytree(EXAMPLES, folder)
-    (folder / "plain.py").write_text(PLAIN)
-    (folder / "broken.py").write_text("import no_such_package\n")
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
-    for name in ("linear_attention", "longhorn", "initial_beta", "plain", "broken"):
-        sys.modules.pop(name, None)
+def mixers(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples, `plain` and `broken`, on sys.path."""
+    (elsewhere / "plain.py").write_text(PLAIN)
+    (elsewhere / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
 
 
 def close(found: Tensor, expected: Tensor) -> None:

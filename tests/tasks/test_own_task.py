@@ -1,8 +1,6 @@
 """A custom task: docs/examples/brackets.py, classes that break the contract, and who permits an import."""
 
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from fla_train.tasks.settings import TaskConfig
 from fla_train.training.config import register, to_config, to_yaml
 from fla_train.utils.keys import find_errors
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 KIND = "brackets:Brackets"
 WRONG = """
 import numpy as np
@@ -53,15 +50,8 @@ class Abstract(Task):
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory: a folder outside the repository with the examples and `wrong`."""
-    folder = shutil.copytree(EXAMPLES, tmp_path / "elsewhere")
-    (folder / "wrong.py").write_text(WRONG)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield folder
-    for name in ("brackets", "wrong"):
-        sys.modules.pop(name, None)
+def wrong(elsewhere: Path) -> None:
+    (elsewhere / "wrong.py").write_text(WRONG)
 
 
 def config(kind: str, **options) -> TaskConfig:
@@ -114,7 +104,7 @@ def test_a_class_that_cannot_be_used_is_one_line(kind: str, reason: str) -> None
     assert "\n" not in error
 
 
-def test_a_run_folder_does_not_choose_the_class(elsewhere: Path, tmp_path: Path) -> None:
+def test_a_run_folder_does_not_choose_the_class(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     register()

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import engine_steps
 import pytest
-import test_resume_matrix
 import torch
 import torch.distributed as dist
-from test_resume_matrix import EXAMPLES, train, train_in  # noqa: F401  a fixture
+import warm_ranks as ranks
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import BatchSampler
@@ -24,6 +23,7 @@ from fla_train.training.optimizer import check_elementwise, make_schedule, param
 from fla_train.training.resolve import resolve
 from fla_train.utils.records import read_metrics
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 Make = Callable[..., TrainConfig]
 CPU = ["launch.device=cpu", "trainer.precision=fp32"]
 RECORDER = """
@@ -45,14 +45,14 @@ class Recorder(Callback):
 
 
 @pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def examples(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(elsewhere))
 
 
-def test_the_order_of_hooks(make_config: Make, train, tmp_path: Path):  # noqa: F811
+def test_the_order_of_hooks(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     Path("recorder.py").write_text(RECORDER)
     options = [*CPU, "trainer.micro_batch_size=4", "trainer.max_steps=1", f"run.dir={tmp_path / 'run'}"]
-    train(make_config(*options, "trainer.callbacks=[recorder:Recorder]"))
+    warm_ranks.launch(make_config(*options, "trainer.callbacks=[recorder:Recorder]"))
     a_pass = ["model_inputs {}", "run_pass", "after_loss", "after_backward {}"]
     assert Path("calls").read_text().splitlines() == [
         "before_step 1",
@@ -70,10 +70,10 @@ class Stopper(Callback):
 """
 
 
-def test_a_callback_ends_a_run(make_config: Make, train, tmp_path: Path):  # noqa: F811
+def test_a_callback_ends_a_run(make_config: Make, warm_ranks: WarmRanks, tmp_path: Path):
     Path("stopper.py").write_text(STOPPER)
     options = [*CPU, "trainer.eval_every=0", "trainer.checkpoint_every=0", f"run.dir={tmp_path / 'run'}"]
-    train(make_config(*options, "trainer.callbacks=[stopper:Stopper]"))
+    warm_ranks.launch(make_config(*options, "trainer.callbacks=[stopper:Stopper]"))
     records = read_metrics(tmp_path / "run/metrics.jsonl")
     # Step 2 has been read while step 3 ran, and step 3 is the last.
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
@@ -81,32 +81,29 @@ def test_a_callback_ends_a_run(make_config: Make, train, tmp_path: Path):  # noq
     assert (tmp_path / "run/hf/step-0000003").is_dir()
 
 
-def train_with_wandb(folder: Path, plan: Path) -> None:
-    """Train, on a rank, with a stand-in for W&B whose records are written to `folder` at the end."""
+def train_with_wandb(plan: Path) -> None:
+    """Train, on a rank, with a stand-in for W&B whose records are written to a file at the end."""
     logged = []
     run = SimpleNamespace(
         id="fresh",
         log=lambda values, step: logged.append({"step": step, **values}),
-        finish=lambda: (folder / "wandb.json").write_text(json.dumps(logged)),
+        finish=lambda: Path("wandb.json").write_text(json.dumps(logged)),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
-        train_in(folder, plan)
+        ranks.train_plan(plan)
 
 
 def test_the_exported_average_is_that_of_the_weights_and_a_custom_metric_is_recorded(
-    make_config: Make,
-    train,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(test_resume_matrix, "train_in", train_with_wandb)
+    monkeypatch.setattr(ranks, "train_plan", train_with_wandb)
     options = [*CPU, "trainer.max_steps=4", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
     callbacks = "[{class: callbacks:Ema, decay: 0.5}, callbacks:SmoothLoss]"
     options += ["logger=default", "logger.wandb.mode=online"]
     options += ["trainer.log_every=2", f"run.dir={tmp_path / 'run'}", f"trainer.callbacks={callbacks}"]
     config = make_config(*options)
-    train(config)
+    warm_ranks.launch(config)
     from safetensors.torch import load_file
 
     average = dict(engine_steps_model(config).named_parameters())
@@ -137,7 +134,7 @@ def engine_steps_model(config: TrainConfig) -> torch.nn.Module:
 
 def grad_norm_with_z_loss(config: TrainConfig) -> float:
     """Return, on a rank, the gradient norm of a step with z-loss."""
-    sys.path.append(str(EXAMPLES))
+    sys.path.append(".")
     from callbacks import ZLoss
 
     engine = build_engine(engine_steps.make_model(config), config)
@@ -162,7 +159,7 @@ def test_z_loss_has_the_gradient_of_plain_pytorch(make_config: Make, warm_ranks:
 
 
 def run_with_examples(config: TrainConfig) -> dict:
-    sys.path.append(str(EXAMPLES))
+    sys.path.append(".")
     return engine_steps.run(config)
 
 

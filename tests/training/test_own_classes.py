@@ -1,18 +1,16 @@
 """The examples of docs/examples from a folder outside the repository: train, resume, export, evaluate."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import warm_ranks as ranks
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
+from warm_ranks import TWO_RANKS, WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
@@ -21,41 +19,9 @@ from fla_train.eval.run import evaluate
 from fla_train.hub.export import copy_export
 from fla_train.hub.load import load_model
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
-from fla_train.training.launch import launch
 from fla_train.utils.records import read_metrics
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 LINEAR = "linear_attention:LinearAttention"
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory: a folder that holds the examples."""
-    folder = shutil.copytree(EXAMPLES, tmp_path / "elsewhere")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield folder
-    for name in ("linear_attention", "longhorn", "brackets", "callbacks", "optimization"):
-        sys.modules.pop(name, None)
-
-
-def train_in(folder: Path, plan: Path) -> None:
-    """Train as a rank whose working directory is `folder`."""
-    os.chdir(folder)
-    ranks.train_plan(plan)
-
-
-@pytest.fixture
-def train(
-    elsewhere: Path, warm_ranks: ranks.WarmRanks, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[TrainConfig], None]:
-    monkeypatch.setattr(
-        "fla_train.training.launch.run_workers",
-        lambda arguments, config, **_: warm_ranks.run(
-            config.num_processes, train_in, elsewhere, Path(arguments[-1])
-        ),
-    )
-    return launch
 
 
 def losses(run: Path) -> list[tuple]:
@@ -72,14 +38,13 @@ def greedy(model: PreTrainedModel, length: int) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_on_text(
-    make_config: Callable[..., TrainConfig], train: Callable[[TrainConfig], None], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_on_text(make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    settings = [*ranks.TWO_RANKS, f"model.mixer={LINEAR}", "model.mixer_options={chunk: 8}"]
+    settings = [*TWO_RANKS, f"model.mixer={LINEAR}", "model.mixer_options={chunk: 8}"]
     settings += ["schedule=constant", "schedule.min_ratio=1", "trainer.log_every=1", "trainer.max_steps=10"]
     settings += ["data.document_boundaries=true"]
-    train(make_config(*settings, f"run.dir={whole}"))
+    warm_ranks.launch(make_config(*settings, f"run.dir={whole}"))
     assert losses(whole)[-1][1] < losses(whole)[0][1] - 1
 
     export = copy_export(whole / "hf" / "step-0000010", tmp_path / "copy")
@@ -93,7 +58,7 @@ def test_on_text(
     assert result.scores and not result.errors
 
     settings += ["trainer.max_steps=1", f"init_from={export}", f"run.dir={tmp_path / 'follows'}"]
-    train(make_config(*settings))
+    warm_ranks.launch(make_config(*settings))
     assert losses(tmp_path / "follows")[0][1] < losses(whole)[0][1] - 1
 
 

@@ -1,23 +1,22 @@
 """Exact resume of every feature: a run cut at its middle ends like an undisturbed one, bit for bit."""
 
 import functools
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import warm_ranks as ranks
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.launch import launch, run_workers
+from fla_train.training.launch import launch
 from fla_train.utils.records import read_metrics
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+pytestmark = pytest.mark.usefixtures("elsewhere")
 MIDDLE, STEPS = 3, 6
 TWO = "launch.num_processes=2"
 COMMON = [
@@ -87,44 +86,18 @@ def make(overrides: list[str], corpus: Path) -> Make:
 
 
 @pytest.fixture(scope="module")
-def train(
-    tmp_path_factory: pytest.TempPathFactory, warm_ranks: ranks.WarmRanks
-) -> Iterator[Callable[[TrainConfig], None]]:
-    """Train in a folder outside the repository that holds copies of the examples."""
-    elsewhere = shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("examples") / "elsewhere")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(elsewhere)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setattr(
-            "fla_train.training.launch.run_workers",
-            lambda arguments, config, **how: (
-                warm_ranks.run(config.num_processes, train_in, elsewhere, Path(arguments[-1]))
-                if config.device == "cpu"
-                else run_workers(arguments, config, **how)
-            ),
-        )
-        yield launch
-    for name in ("callbacks", "optimization"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def whole(make: Make, train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def whole(
+    make: Make, warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """`whole(feature)` is an undisturbed run with it."""
 
     @functools.cache
     def run(feature: str) -> Path:
         folder = tmp_path_factory.mktemp("whole")
-        train(make(*FEATURES[feature], f"run.dir={folder}"))
+        warm_ranks.launch(make(*FEATURES[feature], f"run.dir={folder}"))
         return folder
 
     return run
-
-
-def train_in(folder: Path, plan: Path) -> None:
-    """Train, on a rank, with `folder` as the working directory."""
-    os.chdir(folder)
-    ranks.train_plan(plan)
 
 
 def cut(run: Path, copy: Path) -> Path:
@@ -149,26 +122,22 @@ def saved(run: Path) -> dict[str, object]:
     }
 
 
-def assert_equal(ours: object, theirs: object, where: str = "") -> None:
-    """Compare nested containers bit for bit."""
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), where
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key, value in ours.items():
-            assert_equal(value, theirs[key], f"{where}/{key}")
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), where
-        for index, value in enumerate(ours):
-            assert_equal(value, theirs[index], f"{where}/{index}")
-    elif not hasattr(ours, "__dict__"):
-        assert ours == theirs, where
+def assert_equal(ours: object, theirs: object) -> None:
+    """Compare the tensors and values in nested containers bit for bit."""
+    for (path, a), (other, b) in zip(*(tree_flatten_with_path(x)[0] for x in (ours, theirs)), strict=True):
+        assert path == other
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), keystr(path)
+        elif not hasattr(a, "__dict__"):
+            assert a == b, keystr(path)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, whole, tmp_path: Path, feature: str):
+def test_a_resumed_run_equals_an_undisturbed_one(
+    make: Make, warm_ranks: WarmRanks, whole, tmp_path: Path, feature: str
+):
     whole, again = whole(feature), cut(whole(feature), tmp_path / "again")
-    train(make(*FEATURES[feature], f"run.dir={again}"))
+    warm_ranks.launch(make(*FEATURES[feature], f"run.dir={again}"))
     assert f"from {again}/checkpoints/{checkpoint.folder_name(MIDDLE)}" in (again / "train.log").read_text()
     assert "afresh" not in (again / "train.log").read_text()
     assert metrics(again) == metrics(whole)
@@ -184,11 +153,11 @@ def test_a_resumed_run_equals_an_undisturbed_one(make: Make, train, whole, tmp_p
     ],
 )
 def test_a_run_resumes_on_another_number_of_ranks(
-    make: Make, train, whole, tmp_path: Path, feature: str, more: tuple[str, ...]
+    make: Make, warm_ranks: WarmRanks, whole, tmp_path: Path, feature: str, more: tuple[str, ...]
 ):
     whole, again = whole(feature), cut(whole(feature), tmp_path / "again")
     options = [option for option in FEATURES[feature] if option != TWO]
-    train(make(*options, *more, f"run.dir={again}"))
+    warm_ranks.launch(make(*options, *more, f"run.dir={again}"))
     assert "start from zero" not in (again / "train.log").read_text()
     # Muon rounds to bf16, and Lion takes signs of sums that may be near zero.
     tolerance = 1e-3 if feature in ("muon", "custom optimizer and callbacks") else 1e-5
@@ -202,7 +171,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
 @pytest.mark.parametrize(
     "options", [["trainer.precision=fp8", "model.hidden_size=128"], ["trainer.cuda_graph=true"]]
 )
-def test_a_run_on_a_gpu_resumes_exactly(make: Make, train, tmp_path: Path, options: list[str]):
+def test_a_run_on_a_gpu_resumes_exactly(make: Make, tmp_path: Path, options: list[str]):
     options = ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8", *options]
     whole, again = tmp_path / "whole", tmp_path / "again"
     launch(make(*options, f"run.dir={whole}"))

@@ -54,14 +54,18 @@ class WarmRanks:
             yield
 
     def run(self, world: int, work: Callable, *arguments: object) -> list:
-        """What `work(*arguments)` returns on each of `world` ranks, whose environment is that of a worker."""
+        """What `work(*arguments)` returns on each of `world` ranks.
+
+        Their environment and working directory are those of a worker.
+        """
         self._ranks += [_start() for _ in range(world - len(self._ranks))]
         ranks = self._ranks[:world]
         results = []
         with tempfile.TemporaryDirectory() as folder, self._ended_on_failure():
             common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE_FILE: Path(folder, "store")}
             for rank, (_, connection) in enumerate(ranks):
-                connection.send((work, arguments, common | {"RANK": rank, "LOCAL_RANK": rank}))
+                environment = common | {"RANK": rank, "LOCAL_RANK": rank}
+                connection.send((work, arguments, os.getcwd(), environment))
             for rank, (_, connection) in enumerate(ranks):
                 assert connection.poll(TIMEOUT), f"rank {rank} is still at it"
                 error, result = connection.recv()
@@ -113,7 +117,8 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
-            work, arguments, environment = connection.recv()
+            work, arguments, folder, environment = connection.recv()
+            os.chdir(folder)
             gc.freeze()  # The trainer collects garbage and thaws what imports have left, each run.
             try:
                 connection.send((None, _as_rank(work, arguments, environment)))
