@@ -21,9 +21,10 @@ from fla_train.cli.compare_models import FIRST, MULTIPLE, ComparisonConfig, Size
 from fla_train.cli.train_list import Job, exit_status, gpu_slots, run_jobs, status, training_job
 from fla_train.eval.model_comparison import DECODE, FALL, LOSS, fall_per_doubling, write_report
 from fla_train.eval.result import EvalResult
-from fla_train.models.build import is_zoo
+from fla_train.models.build import countable, is_zoo
+from fla_train.models.flops import count_parameters
 from fla_train.run import Run
-from fla_train.training.plan import RunPlan, count_node
+from fla_train.training.plan import RunPlan
 from fla_train.training.resolve import resolve
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.overrides import assign
@@ -53,7 +54,7 @@ def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
     def count(steps: int) -> int:
         changed = OmegaConf.create(node)
         OmegaConf.update(changed, size.field.removeprefix("model."), steps * size.multiple, force_add=True)
-        return count_node(OmegaConf.to_container(changed)).total
+        return count_parameters(countable(OmegaConf.to_container(changed))).total
 
     most = 1
     while count(most) < target and most < LARGEST:

@@ -1,26 +1,24 @@
 """Find a checkpoint by run folder, export folder or Hub name, and read its config and training record.
 
-This imports no models, because the launcher of a run reads the config of `init_from`.
+This imports no models, because the launcher of a run reads the config of `init_from`. It imports transformers
+only for checkpoints of other libraries or on the Hub.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.utils import cached_file
-
-import fla_train.models.auto_config  # noqa: F401  registers the configs
 from fla_train.hub.card import TRAINING_FILE, CardInfo, recorded_config
-from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.paths import STEP
-from fla_train.models.zoo.fla import import_models
+from fla_train.models.settings import FIELDS, DeltaProductSettings
 from fla_train.utils.errors import MixerError
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.safe_files import check_fields, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 REMEDY = "give a run folder with an export in hf/, an exported folder, or a Hub name such as user/model"
 
@@ -54,7 +52,7 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
     A file of the same name by another program, with other fields, counts as absent.
     """
     try:
-        record = Path(cached_file(source, TRAINING_FILE, revision=commit))
+        record = _file(source, TRAINING_FILE, commit)
     except OSError:  # no such file, or no network
         return {}
     types = get_type_hints(CardInfo)
@@ -67,16 +65,25 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
     return content if "config" in content else {}
 
 
-def read_config(source: Path | str, *, translate: bool | None = None) -> PreTrainedConfig:
-    """Return the config of the model that `load_weights` makes of a resolved checkpoint.
+def read_config(
+    source: Path | str, *, translate: bool | None = None
+) -> "DeltaProductSettings | PreTrainedConfig":
+    """Return the settings of the model that `load_weights` makes of a resolved checkpoint.
 
     Raises:
         ValueError: it can't be read.
     """
     with one_line_errors(source):
+        content = config_content(source)
+        if content.get("model_type") == DeltaProductSettings.model_type:
+            return DeltaProductSettings(**{name: content[name] for name in FIELDS if name in content})
         if translation := find_translation(source, translate):
-            config, _ = translation.to_ours(config_content(source), {})
+            config, _ = translation.to_ours(content, {})
             return config
+        from transformers import AutoConfig
+
+        import fla_train.models.auto_config  # noqa: F401  registers the configs
+
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
@@ -87,7 +94,16 @@ def config_content(source: Path | str) -> dict[str, Any]:
         ValueError: it contains no JSON object.
         OSError: it can't be read.
     """
-    return read_json(Path(cached_file(source, "config.json")))
+    return read_json(_file(source, "config.json"))
+
+
+def _file(source: Path | str, name: str, commit: str | None = None) -> Path:
+    """Return the path of a checkpoint's file. Raises `OSError` without the file or the network."""
+    if isinstance(source, Path) and (source / name).is_file():
+        return source / name
+    from transformers.utils import cached_file
+
+    return Path(cached_file(source, name, revision=commit))
 
 
 def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
@@ -104,6 +120,12 @@ def find_translation(source: Path | str, translate: bool | None = None) -> Modul
         ValueError: the package of the class is not installed or can't be imported.
         OSError: the config can't be read.
     """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    from fla_train.hub.formats import FORMATS, format_name
+    from fla_train.models.zoo.fla import import_models
+
     content = config_content(source)
     model_type = content.get("model_type")
     translation = FORMATS.get(format_name(model_type))

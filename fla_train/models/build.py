@@ -149,6 +149,11 @@ def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
     return model
 
 
+def countable(node: Mapping[str, Any]) -> "DeltaProductSettings | PreTrainedModel":
+    """Return what `count_parameters` counts for a `model` node: settings, or a model on the meta device."""
+    return build_on_meta(node) if is_zoo(node) else model_settings(node)
+
+
 def build_on_meta(node: Mapping[str, Any]) -> "PreTrainedModel":
     """Build the model of a `model` node on the meta device, to count it.
 

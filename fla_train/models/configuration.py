@@ -14,7 +14,6 @@ class DeltaProductConfig(DeltaProductSettings, PreTrainedConfig):
         ValueError: with all errors at once.
     """
 
-    model_type = "delta_product"
     mixer_permitted = True  # whether the mixer may be imported; not saved
     number_of_conv_states = 3  # convolutions of a mixer, for q, k and v; transformers' caches read this name
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it

@@ -67,7 +67,7 @@ def count_parameters(model: "DeltaProductSettings | PreTrainedModel") -> Paramet
     if config.mixer is None:
         body += config.layer_types.count("linear_attention") * layer_sizes.parameters(config)
     else:
-        body += sum(p.numel() for mixer in _custom_mixers(config) for p in mixer.parameters())
+        body += sum(p.numel() for mixer in custom_mixers(config) for p in mixer.parameters())
     return ParameterCount(body, config.vocab_size * config.hidden_size, config.tie_word_embeddings)
 
 
@@ -82,15 +82,19 @@ def flops_per_token(config: DeltaProductSettings, seq_len: int) -> float:
         mixers = config.layer_types.count("linear_attention") * layer_sizes.training_flops(config)
     else:
         mixers = 0
-        for mixer in _custom_mixers(config):
+        for mixer in custom_mixers(config):
             linear = (layer for layer in mixer.modules() if isinstance(layer, nn.Linear))
             counted = hasattr(mixer, "flops_per_token")
             mixers += mixer.flops_per_token(seq_len) if counted else 6 * sum(x.weight.numel() for x in linear)
     return 6 * weights + mixers + attention_flops(config, seq_len)
 
 
-def _custom_mixers(config: DeltaProductSettings) -> list[nn.Module]:
-    """Build the mixers of the linear layers, of the class `config.mixer`, on the meta device."""
+def custom_mixers(config: DeltaProductSettings) -> list[nn.Module]:
+    """Build the mixers of the linear layers, of the class `config.mixer`, on the meta device.
+
+    Raises:
+        MixerError: the class can't be used.
+    """
     from fla_train.models.mixers.registry import build_mixer  # imports modeling code
 
     linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]

@@ -74,6 +74,8 @@ class DeltaProductSettings:
         ValueError: with all errors at once.
     """
 
+    model_type = "delta_product"
+
     vocab_size: int = 32000
     hidden_size: int = 1024
     num_hidden_layers: int = 24

@@ -10,6 +10,7 @@ import torch
 
 from fla_train.models.activation_checkpointing import SELECTIVE
 from fla_train.models.build import architecture, build_on_meta, is_zoo, model_settings
+from fla_train.models.flops import custom_mixers
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.callback import Callback, make_callbacks
 from fla_train.training.config import TrainConfig
@@ -88,9 +89,7 @@ def find_model_errors(config: TrainConfig) -> Iterator[str]:
     try:
         settings = model_settings(config.model)
         if config.model.get("mixer") is not None:
-            from fla_train.models.mixers.registry import check_mixer  # imports the models: seconds
-
-            check_mixer(settings)
+            custom_mixers(settings)
     except ValueError as error:
         yield str(error)
 

@@ -4,13 +4,12 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.data.cache import PreparedData, open_prepared
 from fla_train.hub.saved_config import escaped
-from fla_train.models.build import build_on_meta, is_zoo, model_settings
+from fla_train.models.build import countable, is_zoo
 from fla_train.models.flops import ParameterCount, count_parameters, flops_per_token
 from fla_train.models.zoo.flops import forward_flops
 from fla_train.training.callback import make_callbacks
@@ -99,11 +98,6 @@ def read_plan(path: Path) -> RunPlan:
         raise ValueError(f"{path} is not a plan of this version: {' '.join(str(error).split())}") from error
 
 
-def count_node(node: dict[str, Any]) -> ParameterCount:
-    """Count the parameters of a `model` node without weights."""
-    return count_parameters(build_on_meta(node) if is_zoo(node) else model_settings(node))
-
-
 def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | None) -> RunPlan:
     """Compute the plan of a resolved config.
 
@@ -114,9 +108,11 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
     train, validation = (data.manifest["splits"][split] if data else {} for split in ("train", "validation"))
     if data is not None and config.task is None:
         open_training_data(config, data)  # raises its errors before the start
-    count = count_node(config.model)
+    model = countable(config.model)
+    count = count_parameters(model)
     tokens = trainer.max_steps * trainer.global_batch_tokens
-    flops = _training_flops(config)
+    zoo = is_zoo(config.model)
+    flops = forward_flops(model, trainer.seq_len).training if zoo else flops_per_token(model, trainer.seq_len)
     peak = peak_flops(ASSUMED_GPU, "bf16", config.launch.peak_tflops)
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
@@ -155,13 +151,6 @@ def _run_bytes(config: TrainConfig, parameters: int) -> int:
     if trainer.keep_checkpoints:
         checkpoints = min(checkpoints, trainer.keep_checkpoints + written(trainer.keep_every))
     return parameters * (CHECKPOINT_BYTES * checkpoints + EXPORT_BYTES * written(trainer.export_every))
-
-
-def _training_flops(config: TrainConfig) -> float:
-    """Return FLOPs per token, forward and backward."""
-    if is_zoo(config.model):
-        return forward_flops(build_on_meta(config.model), config.trainer.seq_len).training
-    return flops_per_token(model_settings(config.model), config.trainer.seq_len)
 
 
 def _memory(config: TrainConfig, count: ParameterCount) -> int:

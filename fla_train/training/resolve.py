@@ -26,6 +26,7 @@ from fla_train.tasks.config import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
 from fla_train.training.checks import find_late_misfits, find_misfits, find_model_errors
 from fla_train.training.config import TrainConfig
+from fla_train.training.init_from import check_initial_weights
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
 from fla_train.training.resume import check_same_run
@@ -183,9 +184,6 @@ def _check_before_preparing(
         except ConnectionError as failure:
             log(f"hub          {failure}; training starts, and pushes try again")
     if config.init_from is not None and saved is None and (fetch or os.path.exists(config.init_from)):
-        # This imports the list of transformers' models, 0.2 s.
-        from fla_train.training.init_from import check_initial_weights
-
         check_initial_weights(config)
 
 

@@ -108,17 +108,12 @@ def check_same_run(
     rules = {key: rule(TrainConfig, "resume", key) for key in changed}
     errors = [text for key, text in changed.items() if rules[key] == "fixed"]
     of_data = [key for key in changed if rules[key] == "data"]
-    if data is not None:
-        name = data.folder.name
-    else:
-        # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
-        asked = config.task is None and (of_data or config.data.source == "local")
-        folder = prepared_folder(config.data) if asked else None
-        if folder is not None:
-            name = folder.name
-        else:  # not asked, or the tokenizer has to be fetched first
-            name = None if asked and of_data else state.data
-    if state.data not in (None, name):
+    # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
+    asked = config.task is None and (of_data or config.data.source == "local")
+    folder = data.folder if data is not None else prepared_folder(config.data) if asked else None
+    # Without a folder nothing was asked, or the tokenizer has to be fetched first.
+    differs = folder.name != state.data if folder is not None else asked and of_data
+    if state.data is not None and differs:
         errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
     if errors:
         raise ValueError(f"{checkpoint} belongs to another run: {', '.join(errors)}; or use init_from=RUN")

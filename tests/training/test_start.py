@@ -76,7 +76,7 @@ main()
         (
             LAUNCHER,
             ["init_from={whole}"],
-            {*NOT_IN_THE_LAUNCHER} - {"transformers.models", "fla_train.models.configuration"},
+            {*NOT_IN_THE_LAUNCHER} - {"transformers.models"},
             "transformers.models",
         ),
         (WORKER, ["seed=1"], {*NOT_BEFORE_THE_FIRST_STEP}, "deepspeed"),

@@ -14,7 +14,7 @@ counterpart.
 from types import ModuleType
 
 from fla_train.hub.formats import fla, olmo_hybrid
-from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.settings import DeltaProductSettings
 
 OURS = "hf"  # folders that transformers loads as `DeltaProductForCausalLM`
 # Keys are the values of `fla-export format=`.
@@ -23,6 +23,6 @@ FORMATS: dict[str, ModuleType] = {"fla": fla, "olmo_hybrid": olmo_hybrid}
 
 def format_name(model_type: str | None) -> str | None:
     """Return the format of a model type; None if it cannot be translated."""
-    if model_type == DeltaProductConfig.model_type:
+    if model_type == DeltaProductSettings.model_type:
         return OURS
     return next((name for name, module in FORMATS.items() if model_type in module.MODEL_TYPES), None)

@@ -64,16 +64,6 @@ def takes_cache(mixer: type[Mixer]) -> bool:
     return "cache" in inspect.signature(mixer.forward).parameters
 
 
-def check_mixer(config: DeltaProductConfig) -> None:
-    """Import the custom class `config.mixer` and build it on the meta device.
-
-    Raises:
-        MixerError: it can't be used.
-    """
-    with torch.device("meta"):
-        build_mixer(config, config.layer_types.index("linear_attention"))
-
-
 def check_output(mixer: str, output: object, shape: torch.Size) -> None:
     """Raise `MixerError` unless the output of custom class `mixer` has the shape [B, T, D] of its input."""
     actual = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
