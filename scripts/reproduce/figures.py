@@ -29,7 +29,7 @@ COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "
 COLORS |= {"4 layers": family_color("DeltaNet")}
 LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
 LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "DeltaNet + sliding windows", "RetNet"), "--")
-LINES["Transformer++ with QK-norm"] = ":"
+LINES["Transformer++ with QK-norm"] = LINES["Gated DeltaNet hybrid, 3:1"] = ":"
 LINES |= dict.fromkeys(("DeltaNet: passing", "Gated DeltaProduct, n_h = 2: passing"), "--")
 LINES |= dict.fromkeys(("DeltaNet: contiguous", "Gated DeltaProduct, n_h = 2: contiguous"), ":")
 LINES |= dict.fromkeys(("DeltaProduct_3", "Gated DeltaProduct_3"), ":")
@@ -359,7 +359,7 @@ def learning_rates(name: str) -> None:
             rates.setdefault(run["learning_rate"], []).append(run["validation_loss"])
     with figure(name, (3.8, 3.2)) as (panel,):
         for model, rates in losses.items():
-            if len(rates) > 2 and "[0, 1]" not in model:
+            if len(rates) > 1 and "[0, 1]" not in model:
                 points = sorted(rates.items())
                 panel.plot(
                     [rate for rate, _ in points], [np.mean(values) for _, values in points], **look(model)
@@ -368,7 +368,7 @@ def learning_rates(name: str) -> None:
                     panel.plot([rate] * len(values), values, "o", markersize=3, color=look(model)["color"])
         panel.set(
             xscale="log",
-            ylim=(3.03, 3.45),
+            ylim=(2.98, 3.45),
             xlabel="peak learning rate of Muon",
             ylabel="validation loss (nats)",
         )
