@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fla_train.data.cache import open_prepared
-from fla_train.data.config import CorpusConfig, DataConfig, TokenizerConfig
+from fla_train.data.config import CorpusConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import integer_shares, turns
 from fla_train.data.open_dataset import open_train, open_validation
@@ -20,15 +20,8 @@ def mixture(tmp_path, local, documents):
     for name, rows in corpora.items():
         write_jsonl(tmp_path / name / "a.jsonl", rows)
     weights = {"web": 0.5, "code": 0.3, "maths": 0.2}
-    return DataConfig(
-        source="mixture",
-        cache_dir=local.cache_dir,
-        shard_bytes=5000,
-        num_workers=0,
-        validation_fraction=0.2,
-        tokenizer=TokenizerConfig(name="bytes"),
-        mixture={name: CorpusConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()},
-    )
+    parts = {name: CorpusConfig(weight=w, path=str(tmp_path / name)) for name, w in weights.items()}
+    return replace(local, source="mixture", path=None, mixture=parts)
 
 
 @pytest.mark.parametrize("shares", [[1, 1], [7, 2, 1], [5, 3, 2], [97, 2, 1], [1, 1, 1, 1, 40], [13]])

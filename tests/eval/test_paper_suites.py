@@ -85,15 +85,6 @@ def upstream_tasks() -> None:
         yield
 
 
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-
-
-def lines(rows: list[dict]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The addresses that anything asked for; none can be reached, and no variable says so beforehand."""
@@ -175,7 +166,7 @@ def test_a_missing_data_set_costs_its_task_only(mirror, scholar, tokenizer, run_
 
 def test_what_the_cache_of_the_hub_holds_needs_no_network(tmp_path: Path, monkeypatch) -> None:
     """A cache as a set of the Hub leaves it, made from that of a folder, which differs in its name only."""
-    write(tmp_path / "rows/test.jsonl", lines(ARC))
+    write_mirror(tmp_path, {("rows", "default", "test"): ARC})
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     datasets.load_dataset(str(tmp_path / "rows"))
     (file,) = cache.rglob("dataset_info.json")
@@ -184,7 +175,7 @@ def test_what_the_cache_of_the_hub_holds_needs_no_network(tmp_path: Path, monkey
     place.mkdir(parents=True)
     for shard in file.parent.glob("*.arrow"):
         shard.rename(place / shard.name.replace(info["dataset_name"], "riddles"))
-    write(place / "dataset_info.json", json.dumps(info | {"dataset_name": "riddles"}))
+    (place / "dataset_info.json").write_text(json.dumps(info | {"dataset_name": "riddles"}))
     for mirror, offline in ((None, True), (tmp_path, False)):
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
         with local_datasets(mirror):
@@ -195,12 +186,10 @@ def test_what_the_cache_of_the_hub_holds_needs_no_network(tmp_path: Path, monkey
 
 def test_two_mirrors_and_changed_files_are_told_apart(tmp_path: Path) -> None:
     """`datasets` alone would not: whatever the files, a named config has the rows that it had first."""
-    header = "---\nconfigs:\n- config_name: old\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
 
     def rows(mirror: str, *found: dict) -> list[dict]:
         if found:
-            write(tmp_path / mirror / "someone/riddles/test.jsonl", lines(found))
-            write(tmp_path / mirror / "someone/riddles/README.md", header)
+            write_mirror(tmp_path / mirror, {("someone/riddles", "old", "test"): found})
         with local_datasets(tmp_path / mirror):
             return list(datasets.load_dataset("someone/riddles", "old", split="test"))
 

@@ -23,13 +23,10 @@ from fla_train.hub.push import push
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
+from tests.hub.conftest import contents
 from tests.refusal import refusal
 
 IDS = torch.tensor([[5, 7, 300, 11, 2, 9]])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_auto_classes_load_equal_logits(model: PreTrainedModel, tokenizer, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fla_train.hub.export import export_model
 from fla_train.hub.load import load_model
 from fla_train.hub.push import check_access, push
 from tests.fake_hub import TOKEN, FakeHub, running_hub
+from tests.hub.conftest import contents
 
 
 @pytest.fixture
@@ -37,11 +38,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         yield server
     huggingface_hub.close_session()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
 def without_card(files: dict[str, bytes]) -> dict[str, bytes]:

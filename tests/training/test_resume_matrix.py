@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_resume import losses
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from warm_ranks import WarmRanks
 
@@ -14,7 +15,6 @@ from fla_train.cli.app import compose
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.launch import launch
-from fla_train.utils.records import read_metrics
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 MIDDLE, STEPS = 3, 6
@@ -62,7 +62,6 @@ FEATURES = {
 }
 # The features of two ranks that are also resumed on one.
 RESHARDED = ["packed", "muon", "passing", "contiguous documents", "custom optimizer and callbacks"]
-MACHINE = {"tokens_per_second", "data_wait", "memory_gib", "mfu", "checkpoint_stall_s"}  # keys of metrics
 Make = Callable[..., TrainConfig]
 
 
@@ -106,13 +105,6 @@ def cut(run: Path, copy: Path) -> Path:
     return shutil.copytree(run, copy, ignore=shutil.ignore_patterns("hf", "ema", "plots", last))
 
 
-def metrics(run: Path) -> list[dict]:
-    return [
-        {key: value for key, value in record.items() if key not in MACHINE}
-        for record in read_metrics(run / "metrics.jsonl")
-    ]
-
-
 def saved(run: Path) -> dict[str, object]:
     """Return the tensors and values of the last checkpoint, without what names the start."""
     folder = run / "checkpoints" / checkpoint.folder_name(STEPS)
@@ -140,9 +132,9 @@ def test_a_resumed_run_equals_an_undisturbed_one(
     warm_ranks.launch(make(*FEATURES[feature], f"run.dir={again}"))
     assert f"from {again}/checkpoints/{checkpoint.folder_name(MIDDLE)}" in (again / "train.log").read_text()
     assert "afresh" not in (again / "train.log").read_text()
-    assert metrics(again) == metrics(whole)
+    assert losses(again) == losses(whole)
     assert_equal(saved(again), saved(whole))
-    assert len([record for record in metrics(whole) if "loss" in record]) == STEPS
+    assert len([record for record in losses(whole) if "loss" in record]) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -161,7 +153,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
     assert "start from zero" not in (again / "train.log").read_text()
     # Muon rounds to bf16, and Lion takes signs of sums that may be near zero.
     tolerance = 1e-3 if feature in ("muon", "custom optimizer and callbacks") else 1e-5
-    for ours, theirs in zip(metrics(again), metrics(whole), strict=True):
+    for ours, theirs in zip(losses(again), losses(whole), strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() & {"loss", "validation_loss", "smooth_loss"}:
             assert ours[key] == pytest.approx(theirs[key], rel=tolerance), key
@@ -177,5 +169,5 @@ def test_a_run_on_a_gpu_resumes_exactly(make: Make, tmp_path: Path, options: lis
     launch(make(*options, f"run.dir={whole}"))
     cut(whole, again)
     launch(make(*options, f"run.dir={again}"))
-    assert metrics(again) == metrics(whole)
+    assert losses(again) == losses(whole)
     assert_equal(saved(again), saved(whole))

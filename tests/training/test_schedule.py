@@ -58,11 +58,6 @@ def test_wsd_decays_for_a_fifth_of_the_run_by_itself():
     assert (rate(100, short), rate(110, short)) == (PEAK, 0.0)
 
 
-def test_a_longer_wsd_run_repeats_the_shorter_one_up_to_its_decay():
-    schedule = ScheduleConfig("wsd", warmup_steps=WARMUP, decay_steps=20, min_ratio=0.0)
-    assert [rate(s, schedule, 110) for s in range(1, 91)] == [rate(s, schedule, 500) for s in range(1, 91)]
-
-
 def test_constant_stays_at_the_peak():
     constant = ScheduleConfig("constant", warmup_steps=2, min_ratio=1.0)
     assert [rate(step, constant) for step in (1, 2, 3, 110)] == pytest.approx([1.0, 2.0, 2.0, 2.0])
