@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fla_train.kernels.delta_product import delta_product
-from fla_train.kernels.delta_product.select import override
+from fla_train.kernels.delta_product.select import override, select_for
 from fla_train.kernels.delta_product.triton.launch_table import fallback
 from tests.kernels.operator_cases import (
     BF16,
@@ -24,6 +24,7 @@ from tests.kernels.operator_cases import (
     uniform,
 )
 
+DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
 
 
@@ -66,21 +67,24 @@ def test_interpreted_half_precision(case: Case) -> None:
     check(case, uniform(2.5e-2), "cpu")
 
 
-def test_inference_equals_training() -> None:
-    device = "cpu" if INTERPRETED else "cuda"
-    (q, k, v, beta, g, state), *_ = make_inputs(Case(tokens=65), device)
+@pytest.mark.parametrize(
+    ("case", "segments"), [(Case(tokens=65), 0), (Case(num_householder=8, tokens=30), 4)], ids=str
+)
+def test_inference_equals_training(case: Case, segments: int) -> None:
+    (q, k, v, beta, g, state), *_ = make_inputs(case, DEVICE)
     kwargs = {"initial_state": state, "output_final_state": True, "qk_l2norm": True, "backend": "triton"}
-    trained = delta_product(q.requires_grad_(), k, v, beta, g, **kwargs)
-    with torch.no_grad():
-        inferred = delta_product(q, k, v, beta, g, **kwargs)
-    assert torch.equal(trained[0], inferred[0]) and torch.equal(trained[1], inferred[1])
+    with override(segment_chunks=int(segments > 0)):
+        assert select_for(q, v, None, True).num_segments == segments
+        trained = delta_product(q.requires_grad_(), k, v, beta, g, **kwargs)
+        with torch.no_grad():
+            inferred = delta_product(q, k, v, beta, g, **kwargs)
+    assert all(map(torch.equal, trained, inferred))
 
 
 @pytest.mark.parametrize("algorithm", ["chunk", "fused_recurrent"])
 def test_boundaries_may_lie_apart(algorithm: str) -> None:
-    device = "cpu" if INTERPRETED else "cuda"
-    (q, k, v, beta, g, _), *_ = make_inputs(Case(tokens=20), device)
-    bounds = torch.tensor([[0, 99], [3, 99], [20, 99]], device=device)[:, 0]
+    (q, k, v, beta, g, _), *_ = make_inputs(Case(tokens=20), DEVICE)
+    bounds = torch.tensor([[0, 99], [3, 99], [20, 99]], device=DEVICE)[:, 0]
     kwargs = {"qk_l2norm": True, "backend": "triton"}
     with override(algorithm=algorithm):
         expected, _ = delta_product(q, k, v, beta, g, cu_seqlens=bounds.contiguous(), **kwargs)
