@@ -16,7 +16,7 @@ from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published
 from fla_train.eval.result import EvalResult, Score, unique
 from fla_train.eval.sets import PAPER_SETS
 from fla_train.tasks.plots import plot_accuracy
-from fla_train.utils.figure_style import style
+from fla_train.utils.figure_style import length_axis, style
 
 MARKERS = {"marker": "o", "markersize": 3}
 
@@ -140,9 +140,7 @@ def _lengths(results: Sequence[EvalResult], section: str) -> list[int]:
 
 
 def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
-    shown = lengths if len(lengths) <= 8 else lengths[::-2][::-1]
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(shown, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in shown])
+    length_axis(panel, lengths if len(lengths) <= 8 else lengths[::-2][::-1])
     panel.set_xlabel(label)
 
 

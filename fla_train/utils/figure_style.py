@@ -1,6 +1,7 @@
 """One style for every figure: fonts, lines, and a colour for each model family."""
 
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from cycler import cycler
@@ -53,6 +54,12 @@ def new_axes(width: float, height: float) -> Axes:
     """Return the axes of a new figure of this size in inches, in this style."""
     with style():
         return Figure(figsize=(width, height)).add_subplot()
+
+
+def length_axis(panel: Axes, ticks: Sequence[int]) -> None:
+    """Use a logarithmic axis of lengths with these ticks, multiples of 1,024 as 1k, 2k, ..."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
 
 
 def family_color(name: str) -> str:

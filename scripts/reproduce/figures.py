@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fla_train.utils.figure_style import OTHER, family_color, style
+from fla_train.utils.figure_style import OTHER, family_color, length_axis, style
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
 FIGURES = REPORTS.with_name("figures")
@@ -55,12 +55,6 @@ def figure(name: str, size: tuple[float, float], rows: int = 1, columns: int = 1
     axes = drawing.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     yield list(axes.flat)
     drawing.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
-
-
-def length_axis(panel: Axes, ticks: Sequence[int]) -> None:
-    """Use a logarithmic axis of lengths with these ticks."""
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
 
 
 def label_all(panels: Sequence[Axes], x: str, y: str, ncols: int) -> None:
