@@ -1,4 +1,8 @@
-"""Check every backend of the operator on this machine, Triton's cases in parallel processes."""
+"""Check every backend of the operator on this machine, Triton's cases in parallel processes.
+
+Without compiled kernels in Triton's cache this takes 37 s on an H200. One process with the threads of
+`kernels/precompile.py` takes 90 to 98 s.
+"""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -189,7 +189,7 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
 def waiting_forbidden(device: torch.device) -> Iterator[None]:
     """Forbid operations that wait for a GPU inside the `with` block, as a capture does.
 
-    Most of them raise `RuntimeError`.
+    Most of them raise `RuntimeError`. After a capture that fails, the GPU's random generator raises errors.
     """
     if device.type != "cuda":
         yield
