@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 API = {  # name: module
     **dict.fromkeys(("compose", "train", "build_data", "build_model"), "fla_train.api"),
-    "Run": "fla_train.run",
+    "Run": "fla_train.run.results",
     "TrainingFailed": "fla_train.training.failures",
     "Preempted": "fla_train.training.preemption",
 }

@@ -18,10 +18,10 @@ from fla_train.cli.overrides import as_written
 from fla_train.data.mixture import Dataset
 from fla_train.data.sampler import PackedDataset
 from fla_train.eval.config import SuiteConfig
-from fla_train.run import Run
+from fla_train.run.launch import launch
+from fla_train.run.resolve import resolve
+from fla_train.run.results import Run
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.launch import launch
-from fla_train.training.resolve import resolve
 from fla_train.training.run_data import TaskSequences, open_training_data
 from fla_train.utils.keys import require_valid
 from fla_train.utils.overrides import as_data, assign

@@ -27,8 +27,8 @@ from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.export import export_model
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.run.resolve import resolve
 from fla_train.training.config import register, to_config
-from fla_train.training.resolve import resolve
 from fla_train.utils.keys import find_errors
 
 ROOT = Path(__file__).resolve().parent.parent

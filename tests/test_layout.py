@@ -23,9 +23,10 @@ ARROWS = {
     "tasks": {"utils"},
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
-    "bench": {"training", "eval", "data", "tasks", "models", "kernels", "utils"},
+    "run": {"training", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
+    "bench": {"run", "training", "eval", "data", "tasks", "models", "kernels", "utils"},
     "cli": {
-        *("api", "run", "bench", "training", "eval", "data", "tasks", "hub", "models"),
+        *("api", "bench", "run", "training", "eval", "data", "tasks", "hub", "models"),
         *("kernels", "configs", "utils"),
     },
     "configs": set(),

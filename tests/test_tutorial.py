@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_layout import ROOT
 
-from fla_train.run import Run
+from fla_train.run.results import Run
 
 NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
 

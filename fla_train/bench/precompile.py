@@ -16,8 +16,8 @@ from fla_train.bench.models import Compose
 from fla_train.bench.options import Precompile
 from fla_train.bench.report import Report
 from fla_train.models.configuration import DeltaProductConfig
+from fla_train.run.launch import TrainingFailed, launch
 from fla_train.training.config import TrainConfig
-from fla_train.training.launch import TrainingFailed, launch
 
 # Two steps of one micro-batch per rank, with statistics in the second.
 SHORT = """

@@ -28,6 +28,7 @@ from fla_train.bench.report import Report, Row
 from fla_train.bench.roofline import Ceilings
 from fla_train.data.sampler import Batch, BatchSampler, PrefetchLoader
 from fla_train.models.activation_checkpointing import checkpoint_activations
+from fla_train.run.resolve import resolve
 from fla_train.training.checks import features_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
@@ -35,7 +36,6 @@ from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.context_parallel import RankMesh
 from fla_train.training.features.cuda_graph import CudaGraph, records_graph
 from fla_train.training.features.float8 import Float8
-from fla_train.training.resolve import resolve
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
 

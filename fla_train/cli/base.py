@@ -110,7 +110,7 @@ def _of_weights(source: str, with_model: bool) -> dict[str, Any]:
 
     If the command chooses a model, model and batch are omitted; training compares the models.
     """
-    from fla_train.training.init_from import architecture, batch_sizes, tokenizer_source
+    from fla_train.run.init_from import architecture, batch_sizes, tokenizer_source
 
     base = {"model": architecture(source), "trainer": batch_sizes(source)} if with_model else {}
     if (name := tokenizer_source(source)) is not None:

@@ -23,9 +23,9 @@ from fla_train.eval.model_comparison import DECODE, FALL, LOSS, fall_per_doublin
 from fla_train.eval.result import EvalResult
 from fla_train.models.build import countable, is_zoo
 from fla_train.models.flops import count_parameters
-from fla_train.run import Run
+from fla_train.run.resolve import resolve
+from fla_train.run.results import Run
 from fla_train.training.plan import RunPlan
-from fla_train.training.resolve import resolve
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.overrides import assign
 from fla_train.utils.safe_files import read_json

@@ -24,7 +24,7 @@ from fla_train.cli.version import add_version
 from fla_train.utils.overrides import plain
 
 if TYPE_CHECKING:  # imports torch, which --help does not need
-    from fla_train.run import Run
+    from fla_train.run.results import Run
 
 Row = dict[str, Any]
 LONGEST_LABEL = 60  # characters of a run's differences in a figure's legend
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def table(runs: Sequence["Run"], metric: str) -> list[Row]:
     """Return a row for each run, sorted by the best value of `metric`; runs without a value come last."""
-    from fla_train.run import differences
+    from fla_train.run.results import differences
 
     rows = []
     for run, differ in zip(runs, differences(runs), strict=True):
@@ -127,7 +127,7 @@ def show(request: argparse.Namespace) -> None:
     """
     from pandas import DataFrame
 
-    from fla_train.run import find_runs
+    from fla_train.run.results import find_runs
     from fla_train.training.metrics import draw_losses
 
     runs = find_runs(request.folders)

@@ -88,7 +88,7 @@ def read_list(file: Path) -> dict[str, list[str]]:
 
 def status(folder: Path) -> str:
     """Return `new`, or the status of the run in a folder: `running`, `finished` or `stopped`."""
-    from fla_train.run import Run
+    from fla_train.run.results import Run
 
     return Run(folder).status if (folder / "config.yaml").is_file() else "new"
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.activation_checkpointing import checkpoint_activations
+from fla_train.run.resolve import resolve
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.cuda_graph import CudaGraph, gradients_of
 from fla_train.training.features.initial_states import InitialStates
-from fla_train.training.resolve import resolve
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: as in a curriculum
 

@@ -18,13 +18,13 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.run.resolve import resolve
 from fla_train.training.callback import Callback
 from fla_train.training.checks import features_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import StepResult, build_engine, precompile_step, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.features.evaluation import evaluate
-from fla_train.training.resolve import resolve
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 32, 4
 LEARNING_RATE = 1e-2

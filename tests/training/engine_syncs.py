@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from engine_steps import make_batch, make_model, poisoned
 
+from fla_train.run.resolve import resolve
 from fla_train.training.config import load_config
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.resolve import resolve
 
 
 def refuse(*arguments: object) -> None:

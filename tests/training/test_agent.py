@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from fla_train.training import agent
-from fla_train.training.agent import run_workers
+from fla_train.run import agent
+from fla_train.run.agent import run_workers
 from fla_train.training.config import LaunchConfig
 from fla_train.training.failures import TrainingFailed
 from fla_train.training.preemption import Preempted

@@ -17,7 +17,7 @@ from warm_ranks import WarmRanks
 import fla_train
 from fla_train.cli import runs as command
 from fla_train.cli.train import place_job
-from fla_train.run import Run, differences, find_runs
+from fla_train.run.results import Run, differences, find_runs
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.run_folder import RunFolder, RunLock
 

@@ -15,12 +15,12 @@ import warm_ranks as ranks
 from warm_ranks import WarmRanks
 
 from fla_train.data.sampler import BatchSampler
+from fla_train.run.resolve import resolve
 from fla_train.training import checkpoint
 from fla_train.training.config import OptimizerConfig, TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.optimizer import check_elementwise, make_schedule, parameter_groups
-from fla_train.training.resolve import resolve
 from fla_train.utils.records import read_metrics
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from engine_steps import checksum, make_batch, make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.run.resolve import resolve
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState, rank_file
 from fla_train.training.checkpoint_manager import CheckpointManager
@@ -24,7 +25,6 @@ from fla_train.training.engine import build_engine, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.features.bad_steps import BadSteps
 from fla_train.training.process_group import join
-from fla_train.training.resolve import resolve
 from fla_train.utils.staging_buffer import StagingBuffer
 
 UNLIMITED = resource.RLIM_INFINITY

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fla_train.cli.app import compose
+from fla_train.run.launch import launch
+from fla_train.run.resolve import resolve
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.config import TrainConfig, to_config
-from fla_train.training.launch import launch
 from fla_train.training.plan import read_plan
-from fla_train.training.resolve import resolve
 from fla_train.training.resume import recorded
 from fla_train.utils.keys import find_errors, rule
 

@@ -12,9 +12,9 @@ from deepspeed.accelerator import cuda_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from warm_ranks import WarmRanks
 
+from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig
 from fla_train.training.deepspeed_patches import ask_cuda_for_free_memory
-from fla_train.training.resolve import resolve
 
 
 def unpatched(code: str, tmp_path: Path) -> str:

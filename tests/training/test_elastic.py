@@ -8,11 +8,11 @@ import torch
 from engine_steps import make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.run.resolve import resolve
 from fla_train.training.checkpoint import CheckpointStore, rank_file
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine
 from fla_train.training.load_checkpoint import load_checkpoint, reshard
-from fla_train.training.resolve import resolve
 
 
 def cut(line: torch.Tensor, numels: dict[str, int], world: int, padding: int):

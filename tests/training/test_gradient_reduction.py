@@ -16,10 +16,10 @@ from warm_ranks import WarmRanks
 
 from fla_train.bench.ranks import on_ranks
 from fla_train.data.sampler import BatchSampler
+from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.resolve import resolve
 
 Make = Callable[..., TrainConfig]
 U = 2.0**-8

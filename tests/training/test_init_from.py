@@ -11,8 +11,8 @@ from warm_ranks import WarmRanks
 
 from fla_train.hub.convert import convert_export
 from fla_train.hub.load import load_model
+from fla_train.run.init_from import architecture, check_initial_weights
 from fla_train.training.config import TrainConfig
-from fla_train.training.init_from import architecture, check_initial_weights
 from fla_train.training.model import build_model
 from fla_train.utils.records import read_metrics
 

@@ -20,9 +20,9 @@ from fla_train.data.sampler import Batch, BatchSampler
 from fla_train.models.cache import cache_for
 from fla_train.models.carried_states import CarriedStates
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.initial_states import InitialStates
-from fla_train.training.resolve import resolve
 from fla_train.utils.permutation import permute
 from fla_train.utils.records import read_metrics
 from tests.models.small_models import small_config

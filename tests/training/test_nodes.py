@@ -15,9 +15,9 @@ from test_preemption import without_saves
 from test_resume import TIMEOUT, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS
 
+from fla_train.run.launch import launch
+from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig, load_config
-from fla_train.training.launch import launch
-from fla_train.training.resolve import resolve
 from tests.ranks import free_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

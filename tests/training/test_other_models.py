@@ -10,9 +10,9 @@ from warm_ranks import TWO_RANKS, WarmRanks
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
 from fla_train.hub.load import load_model
+from fla_train.run.init_from import check_initial_weights
+from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig, load_config, to_config
-from fla_train.training.init_from import check_initial_weights
-from fla_train.training.resolve import resolve
 from fla_train.utils.records import read_metrics
 
 Make = Callable[..., TrainConfig]

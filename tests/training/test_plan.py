@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fla_train
-from fla_train.training.resolve import resolve
+from fla_train.run.resolve import resolve
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports" / "benchmarks"
 MODELS = ("delta-net-340m", "gated-delta-product-340m", "gated-delta-product-1.3b")

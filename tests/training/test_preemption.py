@@ -13,8 +13,8 @@ import pytest
 from test_resume import losses, steps_logged, wait_for, weights
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.run.launch import launch
 from fla_train.training.config import TrainConfig
-from fla_train.training.launch import launch
 from fla_train.training.preemption import SIGNALS, Preempted, leaving_at_once
 
 Make = Callable[..., TrainConfig]
@@ -125,7 +125,7 @@ def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
         except Exception:
             pytest.fail("the request was treated as an error of the data")
 
-    monkeypatch.setattr("fla_train.training.resolve.prepare", slow)
+    monkeypatch.setattr("fla_train.run.resolve.prepare", slow)
     with pytest.raises(Preempted), leaving_at_once():
         launch(make_config(*TWO_RANKS, f"run.dir={tmp_path / 'run'}"))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN

@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
+from fla_train.run.launch import launch
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.launch import launch
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment" / "paper"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from warm_ranks import WarmRanks
 
+from fla_train.run.launch import launch
 from fla_train.training import checkpoint, run_folder
 from fla_train.training.config import TrainConfig
-from fla_train.training.launch import launch
 from fla_train.training.run_folder import RunFolder, RunLock
 from fla_train.utils.filesystem import describe
 from fla_train.utils.locks import locked

@@ -12,9 +12,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
+from fla_train.run.launch import launch
 from fla_train.training import checkpoint
 from fla_train.training.config import TrainConfig, register, to_config
-from fla_train.training.launch import launch
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 MIDDLE, STEPS = 3, 6

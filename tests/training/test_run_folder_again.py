@@ -75,7 +75,7 @@ def test_a_change_that_is_refused_prepares_nothing(
     def prepare(*_: object, **__: object) -> None:
         raise AssertionError("data were prepared")
 
-    monkeypatch.setattr("fla_train.training.resolve.prepare", prepare)
+    monkeypatch.setattr("fla_train.run.resolve.prepare", prepare)
     code, said = fla_train(f"run.dir={run}", *change)
     assert code == 2 and named in said and "belongs to another run" in said
 

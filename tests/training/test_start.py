@@ -14,11 +14,11 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.kernels.delta_product.selfcheck import CheckReport
-from fla_train.training import rank
+from fla_train.run import rank
+from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import RETRY, describe_failure
 from fla_train.training.plan import RunPlan
-from fla_train.training.resolve import resolve
 from fla_train.utils.timeline import Timeline
 
 # Each takes a second or more, and the launcher does not need it.
@@ -34,7 +34,7 @@ NOT_BEFORE_THE_FIRST_STEP = (
 LAUNCHER = """
 import os, sys
 from fla_train.cli.train import main
-import fla_train.training.launch as launch
+import fla_train.run.launch as launch
 def stop(*_, **__):
     print(*sys.modules, sep="\\n", flush=True)
     os._exit(0)
@@ -47,14 +47,14 @@ import gc, os, sys
 gc.disable()
 from importlib import import_module
 from unittest.mock import patch
-from fla_train.utils.import_ahead import AHEAD
+from fla_train.run.import_ahead import AHEAD
 ask = ("is_available", "device_count", "get_device_properties", "_lazy_init")
 with patch.multiple("torch.cuda", **dict.fromkeys(ask)):
     import_module(AHEAD)
 assert "deepspeed" not in sys.modules
 from fla_train.cli.train import main
 import fla_train.kernels.delta_product.selfcheck as selfcheck
-import fla_train.training.rank as rank
+import fla_train.run.rank as rank
 import fla_train.training.trainer as trainer
 rank.model_cases = lambda *_: selfcheck.CASES[:1]
 def stop(*_, **__):
@@ -70,8 +70,8 @@ main()
     ("program", "options", "left_out", "loaded"),
     [
         # Only the tokenizer of a text needs transformers.
-        (LAUNCHER, TASK, {*NOT_IN_THE_LAUNCHER, "transformers"}, "fla_train.training.agent"),
-        (LAUNCHER, ["seed=1"], {*NOT_IN_THE_LAUNCHER}, "fla_train.training.agent"),
+        (LAUNCHER, TASK, {*NOT_IN_THE_LAUNCHER, "transformers"}, "fla_train.run.agent"),
+        (LAUNCHER, ["seed=1"], {*NOT_IN_THE_LAUNCHER}, "fla_train.run.agent"),
         # The list of transformers' config classes is in `transformers.models`.
         (
             LAUNCHER,
@@ -108,16 +108,16 @@ def test_a_rank_reports_an_import_that_fails_to_its_agent_and_in_its_log(tmp_pat
     program = """
 import sys
 from types import SimpleNamespace as Namespace
-from fla_train.training import worker
-sys.modules["fla_train.training.rank"] = None
+from fla_train.run import worker
+sys.modules["fla_train.run.rank"] = None
 worker.run(Namespace(config=Namespace(run=Namespace(dir=sys.argv[1]))), None, None)
 """
     file = tmp_path / "error.json"
     environment = os.environ | {"RANK": "0", "TORCHELASTIC_ERROR_FILE": str(file)}
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=100)
     assert done.returncode == RETRY
-    assert "fla_train.training.rank" in json.loads(file.read_text())["message"]
-    assert "fla_train.training.rank" in (tmp_path / "train.log").read_text()
+    assert "fla_train.run.rank" in json.loads(file.read_text())["message"]
+    assert "fla_train.run.rank" in (tmp_path / "train.log").read_text()
 
 
 def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:

@@ -19,9 +19,9 @@ import fla_train.models.auto
 import fla_train.models.modeling
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
+from fla_train.run.launch import launch
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import describe_failure
-from fla_train.training.launch import launch
 from fla_train.utils.records import read_metrics
 
 BATCH_2, BATCH_8 = "0-trainer.micro_batch_size=2", "1-trainer.micro_batch_size=8"  # folders of its jobs
@@ -228,7 +228,7 @@ def test_a_diverging_run_stops_with_one_line_which_is_final(
 ):
     found = []
     monkeypatch.setattr(
-        "fla_train.training.launch.run_workers",
+        "fla_train.run.launch.run_workers",
         lambda arguments, config, **_: found.extend(
             warm_ranks.run(1, train_until_it_fails, Path(arguments[-1]))
         ),

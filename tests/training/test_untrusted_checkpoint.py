@@ -14,6 +14,7 @@ import torch
 from engine_steps import make_model
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.run.resolve import resolve
 from fla_train.training import checkpoint
 from fla_train.training.checkpoint import TrainState
 from fla_train.training.checkpoint_manager import CheckpointManager
@@ -26,7 +27,6 @@ from fla_train.training.load_checkpoint import (
     load_file,
     load_random_states,
 )
-from fla_train.training.resolve import resolve
 from fla_train.utils.filesystem import describe
 from fla_train.utils.random_states import random_states, set_random_states
 

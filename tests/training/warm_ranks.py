@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from fla_train.training.agent import run_workers
+from fla_train.run.agent import run_workers
+from fla_train.run.launch import launch
 from fla_train.training.config import LaunchConfig, TrainConfig
-from fla_train.training.launch import launch
 from fla_train.training.process_group import STORE_FILE
 from fla_train.utils.timeline import Timeline
 
@@ -42,7 +42,7 @@ class WarmRanks:
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def launch(self, config: TrainConfig) -> None:
-        """`fla_train.training.launch.launch` with these ranks as its workers, if it trains on the CPU."""
+        """`fla_train.run.launch.launch` with these ranks as its workers, if it trains on the CPU."""
         with self.as_workers():
             launch(config)
 
@@ -50,7 +50,7 @@ class WarmRanks:
     def as_workers(self) -> Iterator[None]:
         """Inside, training on the CPU is done by these ranks."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fla_train.training.launch.run_workers", self._run_workers)
+            patch.setattr("fla_train.run.launch.run_workers", self._run_workers)
             yield
 
     def run(self, world: int, work: Callable, *arguments: object) -> list:
@@ -142,7 +142,7 @@ def _as_rank(work: Callable, arguments: Sequence[object], environment: Mapping[s
 
 
 def train_plan(file: Path) -> None:
-    from fla_train.training import rank
+    from fla_train.run import rank
     from fla_train.training.plan import read_plan
 
     plan = read_plan(file)

@@ -27,12 +27,12 @@ from torch.distributed.elastic.agent import server
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
+from fla_train.run.import_ahead import end_waiting_workers, start_worker
 from fla_train.training import process_group
 from fla_train.training.config import LaunchConfig
 from fla_train.training.failures import FINAL, TrainingFailed, describe_exit
 from fla_train.training.log import log
 from fla_train.training.preemption import EXIT_CODE, SIGNALS, Preempted, StopSignals
-from fla_train.utils.import_ahead import end_waiting_workers, start_worker
 from fla_train.utils.processes import available_cores, openmp_threads
 from fla_train.utils.timeline import BEGAN
 

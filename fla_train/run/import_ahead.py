@@ -18,9 +18,9 @@ from subprocess import PIPE, Popen
 
 from fla_train.utils.processes import module_command
 
-COMMAND = module_command("fla_train.training.worker")
+COMMAND = module_command("fla_train.run.worker")
 # A module that does not depend on the device. DeepSpeed does, and the worker imports it later.
-AHEAD = "fla_train.training.rank"
+AHEAD = "fla_train.run.rank"
 DEVICES = Path("/dev")
 
 _waiting: list[Popen] = []

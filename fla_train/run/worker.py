@@ -1,4 +1,4 @@
-"""Start one rank of a run: `fla_train.training.worker PLAN` (`module_command`), started by the agent.
+"""Start one rank of a run: `fla_train.run.worker PLAN` (`module_command`), started by the agent.
 
 Without arguments the process imports and waits for them (`import_ahead`). Ranks of torchrun or accelerate
 arrive through `fla-train`. `rank.py`, which takes seconds to import, does the work. Stdout and stderr go to
@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from fla_train.run.import_ahead import wait_for_arguments
 from fla_train.training.failures import report
 from fla_train.training.log import redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
-from fla_train.utils.import_ahead import wait_for_arguments
 from fla_train.utils.processes import die_with_parent, end_without_collecting, keep_freed_memory
 from fla_train.utils.timeline import BEGAN, Timeline
 
@@ -32,7 +32,7 @@ def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
     except OSError as failure:
         os._exit(report(failure, has_log=False))
     try:
-        from fla_train.training.rank import train
+        from fla_train.run.rank import train
 
         finished = train(plan, console, request, timeline)
     except BaseException as failure:

@@ -9,8 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fla_train.models.build import architecture, model_settings
-from fla_train.training import worker
-from fla_train.training.agent import run_workers
+from fla_train.run import worker
+from fla_train.run.agent import run_workers
+from fla_train.run.import_ahead import COMMAND
+from fla_train.run.resolve import pushes_here, resolve
 from fla_train.training.checkpoint import step_of
 from fla_train.training.config import TrainConfig, named_classes
 from fla_train.training.failures import TrainingFailed
@@ -18,10 +20,8 @@ from fla_train.training.features.pushes import Pushes
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, plan_lines
 from fla_train.training.preemption import Preempted, StopRequest
-from fla_train.training.resolve import pushes_here, resolve
 from fla_train.training.resume import check_same_run, has_reached, is_complete
 from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
-from fla_train.utils.import_ahead import COMMAND
 from fla_train.utils.overrides import assign
 from fla_train.utils.processes import die_with_parent
 from fla_train.utils.ranks import is_rank

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fla_train.utils import import_ahead
+from fla_train.run import import_ahead
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 KILLED = """
 import os, signal
-from fla_train.utils.import_ahead import import_ahead
+from fla_train.run.import_ahead import import_ahead
 from psutil import Process
 import_ahead([])
 print(Process().children()[0].pid, flush=True)

@@ -22,11 +22,11 @@ from fla_train.data.prepare import check_first_document, prepare
 from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.push import check_access
 from fla_train.models.settings import DeltaProductSettings
+from fla_train.run.init_from import check_initial_weights
 from fla_train.tasks.config import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
 from fla_train.training.checks import find_late_misfits, find_misfits, find_model_errors
 from fla_train.training.config import TrainConfig
-from fla_train.training.init_from import check_initial_weights
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
 from fla_train.training.resume import check_same_run
