@@ -3,6 +3,7 @@
 DeltaProduct (arXiv 2502.10297) section 5.1 and appendix C.1; Grazzi et al. (arXiv 2411.12537) appendix E.2.
 """
 
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,10 @@ class GroupWords(Task):
         self.tokens_per_element = tokens_per_element
         self.label_incomplete = label_incomplete
         # The first product is the first element. A guess of a later one is right once in `order` times.
-        self.chance = (tokens_per_element + (length - tokens_per_element) / order) / length
-        guessed = (max(t // tokens_per_element - 1, 0) for t in range(1, length + 1))
+        k = tokens_per_element
+        guessed = [max(t // k - 1, 0) for t in range(1, length + 1)]  # products to guess up to token t
+        labelled = guessed if label_incomplete else guessed[k - 1 :: k]
+        self.chance = fmean(1 / order if products else 1.0 for products in labelled)
         self.chance_by_prefix = [float(order) ** -products for products in guessed]
         self.bos = bos
         self.filler_id = order

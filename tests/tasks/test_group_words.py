@@ -100,14 +100,15 @@ def test_metrics_of_known_mistakes() -> None:
     }
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_guesses_are_at_chance(tokens: int) -> None:
-    """The first product is known; of the others a model that guesses has 1 of 6."""
-    task = GroupWords("S3", 8, tokens_per_element=tokens, seed=3)
+@pytest.mark.parametrize(("tokens", "label_incomplete"), [(1, True), (2, True), (4, True), (2, False)])
+def test_guesses_are_at_chance(tokens: int, label_incomplete: bool) -> None:
+    """Answers up to the first product are known, also where it is asked again; others have 1 of 6."""
+    task = GroupWords("S3", 8, tokens_per_element=tokens, label_incomplete=label_incomplete, seed=3)
     batch = task.batch(range(4096))
     guesses = torch.randint(6, batch.labels.shape, generator=torch.Generator().manual_seed(0))
-    known = slice(0, task.bos + tokens)
-    guesses[:, known] = batch.labels[:, known]
+    for t in range(8):  # the tokens read so far belong to fewer than two complete elements
+        if (t + 1) // tokens < 2:
+            guesses[:, task.bos + t] = batch.labels[:, task.bos + t]
     tally = Tally.of(guesses, batch.labels)
     assert tally.token_accuracy == pytest.approx(task.chance, abs=0.01)
     assert task.against_chance(tally.token_accuracy, 4096).endswith(": at chance)")
