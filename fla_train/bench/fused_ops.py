@@ -300,7 +300,7 @@ def run(options: FusedOps, report: Report) -> None:
     sizes["head_dim"] = options.head_dim or min(128, options.hidden)
     sizes["intermediate"] = options.intermediate or options.hidden * 11 // 4
     if options.hidden % sizes["head_dim"]:
-        raise ValueError(f"--hidden {options.hidden} is not a multiple of --head-dim {options.head_dim}")
+        raise ValueError(f"--hidden {options.hidden} is not a multiple of --head-dim {sizes['head_dim']}")
     implementations = ours(report.device)
     peers = PEERS if options.peers and report.device.type == "cuda" else {}
     rows = (

@@ -44,6 +44,7 @@ def test_training_steps_are_timed_in_their_processes(tmp_path) -> None:
     [
         (["kernels", "--heads", "3", "--group", "2"], "multiple of --group"),
         (["train", "task=mqar", "trainer.seq_len=64"], "no task"),
+        (["fused_ops", "--hidden", "192"], "--hidden 192 .* --head-dim 128"),
     ],
 )
 def test_a_wrong_request_is_a_value_error(arguments, message) -> None:
