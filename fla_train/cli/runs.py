@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,8 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
         row["max_steps"] = run.settings["trainer.max_steps"]
         for key in dict.fromkeys(("loss", "validation_loss", metric)):
             values = [(r[key], r["step"]) for r in records if r.get(key) is not None]
-            best, step = (max if HIGHER.match(key) else min)(values, default=(None, None))
+            choose = max if HIGHER.match(key) else min
+            best, step = choose(values, key=itemgetter(0), default=(None, None))
             row |= {key: values[-1][0] if values else None, f"best_{key}": best, f"best_{key}_step": step}
         speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
         row["tokens_per_second"] = statistics.median(speeds) if speeds else None

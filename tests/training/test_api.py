@@ -135,6 +135,13 @@ def test_fla_runs_prints_a_table_and_draws(
     (row, *_) = json.loads(said(sweep, "--json", "--metric", "tokens_per_second"))
     assert row["best_validation_loss_step"] == 1 and row["tokens_per_second"] == 15
     assert row["best_tokens_per_second"] == 20
+    # Of equal values the first counts, whether more or less is better.
+    for path in sorted((folders / "sweeps").rglob("metrics.jsonl")):
+        path.write_text("".join(f'{{"step": {i}, "loss": 1.0, "accuracy": 1.0}}\n' for i in (1, 2)))
+    (row, *_) = json.loads(said(sweep, "--json", "--metric", "accuracy"))
+    assert (row["best_loss_step"], row["best_accuracy_step"]) == (1, 1)
+    for path in sorted((folders / "sweeps").rglob("metrics.jsonl")):
+        path.write_text('{"step": 1, "loss": 1.0}\n')
     with pytest.raises(SystemExit) as end:
         said(sweep, "--metric", "accuracy")
     assert end.value.code == 2 and "no run has accuracy" in capsys.readouterr().err
