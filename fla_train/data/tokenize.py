@@ -95,12 +95,11 @@ class Encoder:
         text_bytes = dict.fromkeys(SPLITS, 0)
         for raw, ids in self._encoded(piece.texts()):
             documents += 1
-            if raw:
-                held_out = is_held_out(raw, self.validation_fraction)
-                split = SPLITS[held_out]
+            if raw and ids:  # a document has at least one token
+                split = "validation" if is_held_out(raw, self.validation_fraction) else "train"
                 tokens[split].append(np.array(ids, self.dtype))
                 text_bytes[split] += len(raw)
-                train_tokens += 0 if held_out else len(ids)
+                train_tokens += len(ids) if split == "train" else 0
             if documents >= limits.documents or train_tokens >= limits.tokens:
                 break
         piece.check_unchanged()

@@ -1,14 +1,21 @@
 """Packed documents: the bounds are those on disk, and a model sees each document as if it were alone."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
+from fla_train.data.config import TokenizerConfig
 from fla_train.data.dataset import TokenDataset
 from fla_train.data.sampler import BatchSampler, PackedDataset, PrefetchLoader, pack
 from fla_train.models.modeling import DeltaProductForCausalLM
+from tests.data.conftest import quiet, write_jsonl
 from tests.data.test_prepare import read
 from tests.models.small_models import small_config
 
@@ -25,6 +32,19 @@ def test_boundaries_are_the_documents_ends(prepared, seq_len):
     shuffled = TokenDataset(prepared.folder, "train", seq_len, seed=1)
     place = int(shuffled.positions(np.array([0]))[0])
     assert shuffled.boundaries(np.array([0]))[0].tolist() == found[place].tolist()
+
+
+def test_a_text_without_tokens_is_not_a_document(tmp_path, local):
+    """The bounds of packed documents ascend, so each document has a token."""
+    words = tokenizers.Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "words")
+    write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in ("a b", " \n", "c d e", "f")])
+    tokenizer = TokenizerConfig(name=str(tmp_path / "words"))
+    settings = {"path": str(tmp_path / "text.jsonl"), "append_eos": False, "validation_fraction": 0.0}
+    folder = quiet(replace(local, **settings, tokenizer=tokenizer)).folder
+    batch = PackedDataset(TokenDataset(folder, "train", 6)).sequences(np.arange(1))
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6]
 
 
 def test_a_packed_micro_batch(prepared):
