@@ -4,6 +4,7 @@ import hashlib
 import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fla_train.data.cache import PreparedData
+from fla_train.data.cache import PreparedData, open_prepared
 from fla_train.data.config import DataConfig
 from fla_train.data.prepare import prepare
 from fla_train.data.shards import Shard
@@ -22,6 +23,7 @@ from fla_train.data.sources import open_source
 from fla_train.data.tokenize import batches
 from fla_train.data.tokenizers import encode
 from fla_train.hub.saved_config import kept_tokenizer, read_saved
+from fla_train.utils.safe_files import find_json
 
 # Without a number of sequences, they have the longest length of which there are this many.
 LEAST_SEQUENCES = 32
@@ -31,19 +33,31 @@ TOKEN = np.dtype("<u4")
 Spans = tuple[tuple[int, int], ...]
 
 
-def run_data(run: Path | None) -> PreparedData:
+def run_data(run: Path | None, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """Return the prepared data that a run was trained on, prepared again if the cache lost it.
 
+    Args:
+        run: run folder.
+        tokenizer: of the model.
+
     Raises:
-        ValueError: the run folder is missing, or its config does not name data.
+        ValueError: the run folder is missing, its config does not name data, or data that are prepared again
+            have another tokenizer, because a bpe tokenizer is trained on text that has changed.
     """
     config = run / "config.yaml" if run else None
     if config is None or not config.is_file():
         raise ValueError("the checkpoint has no run folder: name documents in suite.perplexity.sets=[FILE]")
+    with suppress(ValueError):  # the folder of plan.json is lost
+        return open_prepared(str((find_json(run / "plan.json") or {}).get("data_folder")))
     data = read_saved(config)["data"]
     data["tokenizer"]["name"] = kept_tokenizer(data["tokenizer"]["name"], run)
     node = OmegaConf.merge(OmegaConf.structured(DataConfig), data)
-    return prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
+    prepared = prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
+    if prepared.tokenizer().get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the text of {run} has changed, so its tokenizer has: set suite.perplexity.sets"
+        )
+    return prepared
 
 
 def validation_documents(prepared: PreparedData) -> Iterator[np.ndarray]:

@@ -51,7 +51,7 @@ def perplexity_jobs(session: Session, config: PerplexityConfig) -> Iterator[Job]
     for path in config.sets or [None]:
         name = set_name(path) if path else VALIDATION
         if path is None:
-            documents = validation_documents(run_data(session.run))
+            documents = validation_documents(run_data(session.run, session.tokenizer))
         elif path in PAPER_SETS:
             documents = hub_documents(PAPER_SETS[path], session.tokenizer, session.mirror)
         else:

@@ -87,7 +87,7 @@ def test_the_default_reads_the_whole_validation_split(
     assert config.layout == "packed" and config.documents is None and config.scan is None
     config = EvalConfig(str(run), str(tmp_path / "out"), suite=SuiteConfig("perplexity", config))
     _, result = evaluate(config, progress=False)
-    held_out = [document for document in validation_documents(run_data(run)) if len(document)]
+    held_out = [document for document in validation_documents(run_data(run, tokenizer)) if len(document)]
     tokens = sum(map(len, held_out)) + len(held_out) - 1
     losses = {score.length: score for score in result.scores if score.metric == "loss"}
     size = max(losses)
@@ -103,6 +103,27 @@ def test_the_default_reads_the_whole_validation_split(
     count = sum(token != tokenizer.eos_token_id for token in stream[1 : read + 1])  # a token is a byte
     bits = value(result, "validation", "bits_per_byte", 64)
     assert bits == pytest.approx(total / math.log(2) / count, abs=1e-4)
+
+
+def test_text_that_is_added_after_the_training_changes_no_validation_split(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "documents.jsonl", tmp_path / "run"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    bpe = TokenizerConfig(name="bpe", vocab_size=300)
+    paths = {"path": str(corpus), "cache_dir": str(tmp_path / "cache")}
+    data = DataConfig(source="local", validation_fraction=0.5, tokenizer=bpe, **paths)
+    prepared = prepare(data, log=lambda line: None, progress=False)
+    run.mkdir()
+    OmegaConf.save(OmegaConf.create({"data": OmegaConf.structured(data)}), run / "config.yaml")
+    (run / "plan.json").write_text(json.dumps({"data_folder": str(prepared.folder)}))
+    tokenizer = prepared.tokenizer()
+    expected = [document.tolist() for document in validation_documents(prepared)]
+    with corpus.open("a") as file:
+        file.writelines(json.dumps({"text": f"zebra quartz {i} " * 9}) + "\n" for i in range(60))
+    found = validation_documents(run_data(run, tokenizer))
+    assert [document.tolist() for document in found] == expected
+    shutil.rmtree(prepared.folder)
+    with pytest.raises(ValueError, match="tokenizer"):
+        run_data(run, tokenizer)
 
 
 def test_each_panel_has_all_documents_that_reach_it(
