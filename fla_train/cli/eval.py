@@ -49,7 +49,7 @@ def task(config: DictConfig) -> int:
         except KeyboardInterrupt as stop:
             if ranks.rank:
                 return INTERRUPTED
-            kept = (f"finished sets and tasks are kept; continue by output={folder}" for folder in stop.args)
+            kept = (f"finished sets and tasks are kept: repeat with output={folder}" for folder in stop.args)
             raise KeyboardInterrupt(*kept) from None
         except OtherRankFailed as failure:
             return 1 if ranks.rank else fail(f"the evaluation stopped: {failure}", code=1)
