@@ -14,6 +14,7 @@ import torch
 from warm_ranks import WarmRanks
 
 from fla_train.kernels.delta_product.selfcheck import CheckReport
+from fla_train.models.configuration import DeltaProductConfig
 from fla_train.run import rank
 from fla_train.run.resolve import resolve
 from fla_train.training.config import TrainConfig
@@ -27,7 +28,7 @@ NOT_IN_THE_LAUNCHER = """
     torch._inductor torch.distributed.tensor transformers.modeling_utils transformers.models triton wandb
     fla_train.models.configuration fla_train.models.mixers fla_train.models.modeling
 """.split()
-TASK = ["task=group_words", "task.batch_size=8", "model=hybrid/swa/tiny"]
+TASK = ["task=group_words", "task.batch_size=8", "init_from={hybrid}"]
 NOT_BEFORE_THE_FIRST_STEP = (
     "datasets lm_eval matplotlib.figure scipy.stats tensorboard torchvision wandb".split()
 )
@@ -81,7 +82,7 @@ main()
         ),
         (WORKER, ["seed=1"], {*NOT_BEFORE_THE_FIRST_STEP}, "deepspeed"),
     ],
-    ids=["launcher", "launcher of a text", "launcher with init_from", "worker"],
+    ids=["launcher of a task", "launcher of a text", "launcher with init_from", "worker"],
 )
 @pytest.mark.usefixtures("unwatched")
 def test_what_is_not_needed_is_not_imported(
@@ -95,7 +96,11 @@ def test_what_is_not_needed_is_not_imported(
 ) -> None:
     """The launcher is stopped at the start of its workers, a worker that imports ahead at its first step."""
     place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
-    options = options if options is TASK else [*overrides, *(text.format(whole=whole) for text in options)]
+    hybrid = tmp_path / "hybrid"
+    layers = ["linear_attention", "full_attention"]
+    DeltaProductConfig(vocab_size=8, num_hidden_layers=2, layer_types=layers).save_pretrained(hybrid)
+    options = options if options is TASK else [*overrides, *options]
+    options = [text.format(whole=whole, hybrid=hybrid) for text in options]
     command = [sys.executable, "-c", program, *options, *place]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     log = tmp_path / "run" / "train.log"
