@@ -54,9 +54,7 @@ def run_data(run: Path | None, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     node = OmegaConf.merge(OmegaConf.structured(DataConfig), data)
     prepared = prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
     if prepared.tokenizer().get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"the text of {run} has changed, so its tokenizer has: set suite.perplexity.sets"
-        )
+        raise ValueError(f"the text of {run} has changed, so its tokenizer has: set suite.perplexity.sets")
     return prepared
 
 
