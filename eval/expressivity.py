@@ -17,9 +17,9 @@ from fla_train.eval.result_cache import Job, describe_code
 from fla_train.eval.session import Session
 from fla_train.hub.card import recorded_config
 from fla_train.hub.load import training_record
-from fla_train.tasks.config import TEST_SEED, is_own, make_task, task_class, tasks_for_testing
-from fla_train.tasks.score import Score as TaskScore
-from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.config import TaskConfig
+from fla_train.tasks.registry import TEST_SEED, is_custom, make_task, task_class, tasks_for_testing
+from fla_train.tasks.score import TaskScore
 from fla_train.tasks.task import Task
 
 
@@ -47,7 +47,7 @@ def trained_task(
     if node is None:
         raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
     task = TaskConfig(**node)
-    if is_own(task.kind) and permitted != task.kind and not trust:
+    if is_custom(task.kind) and permitted != task.kind and not trust:
         raise ValueError(
             f"name suite.expressivity.task={task.kind} yourself: it is code that a file may not choose"
         )

@@ -97,7 +97,7 @@ class Measured:
         scores: one for each number.
         curves: losses along the positions.
         notes: sentences below the tables.
-        accuracy: by test set of a synthetic task, see `fla_train.tasks.Score.curve`.
+        accuracy: by test set of a synthetic task, see `fla_train.tasks.score.TaskScore.curve`.
     """
 
     scores: list[Score] = field(default_factory=list)

@@ -23,7 +23,7 @@ from fla_train.data.tokenizers import TokenizerNotCached, tokenizer_size
 from fla_train.hub.push import check_access
 from fla_train.models.settings import DeltaProductSettings
 from fla_train.run.init_from import check_initial_weights
-from fla_train.tasks.config import training_task
+from fla_train.tasks.registry import training_task
 from fla_train.training.checkpoint import CheckpointStore, TrainState
 from fla_train.training.checks import find_late_misfits, find_misfits, find_model_errors
 from fla_train.training.config import TrainConfig

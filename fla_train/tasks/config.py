@@ -1,199 +1,34 @@
-"""Make the tasks of a `TaskConfig`, and check it.
+"""Typed config of a task. configs/task/*.yaml explain every key."""
 
-The options of a task come untyped from YAML. They are checked against the signature of the task's class, so
-that a wrong one is named before it fails somewhere in numpy.
-"""
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args
-
-from fla_train.tasks.code_trace import CodeTrace
-from fla_train.tasks.formal import FormalLanguage
-from fla_train.tasks.group_words import GroupWords
-from fla_train.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
-from fla_train.tasks.mqar import MQAR
-from fla_train.tasks.own import check_contract
-from fla_train.tasks.regbench import RegBench
-from fla_train.tasks.score import Score
-from fla_train.tasks.task import Tally, Task
-from fla_train.utils.errors import described
-from fla_train.utils.import_class import import_class
-from fla_train.utils.safe_files import fits
-
-if TYPE_CHECKING:  # its `check` imports this module
-    from fla_train.tasks.settings import TaskConfig
-
-TEST_SEED = -1  # test sets are the same for all runs, and no training seed is negative
+from fla_train.utils.keys import key
 
 
-KINDS: dict[str, type[Task]] = {
-    "group_words": GroupWords,
-    "formal_language": FormalLanguage,
-    "code_trace": CodeTrace,
-    "mqar": MQAR,
-    "in_context_recall": InContextRecall,
-    "fuzzy_recall": FuzzyRecall,
-    "selective_copying": SelectiveCopying,
-    "compression": Compression,
-    "memorization": Memorization,
-    "regbench": RegBench,
-}
+@dataclass
+class TaskConfig:
+    """A synthetic task to train on instead of text, and its test sets.
 
-
-def is_own(kind: str) -> bool:
-    """Return whether `kind` is the import path of a custom class, `package.module:Class`."""
-    return ":" in kind
-
-
-def task_class(kind: str) -> type[Task]:
-    """Return the class of a kind of task.
-
-    Raises:
-        ValueError: the kind does not exist, or the class can't be used.
+    `options` are arguments of the task's class for all sets. `train`, and the entries of `tests` by name, add
+    to them or replace them. `curriculum`, [[tokens, steps], ...], has the first stages of training: sequences
+    of at most `tokens` for `steps` steps. A third entry {option: value} sets further options of a stage.
+    `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
     """
-    if is_own(kind):
-        return import_class(kind, Task, "fla_train.tasks.task.Task")
-    if kind not in KINDS:
-        raise ValueError(f"unknown task '{kind}'; choose one of {', '.join(KINDS)}, or package.module:Class")
-    return KINDS[kind]
 
+    kind: str = key(classes=True, resume="fixed")
+    options: dict[str, Any] = key(factory=dict, resume="fixed")
+    train: dict[str, Any] = key(factory=dict, resume="fixed")
+    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train_sequences: int | None = key(None, at_least=1, resume="fixed")
+    test_sequences: int = key(512, at_least=1)
+    batch_size: int = key(64, at_least=1, resume="fixed")
+    test_batch_size: int = key(128, at_least=1)
+    curriculum: list[Any] = key(factory=list, resume="fixed")
+    stop_at: list[Any] = field(default_factory=list)
 
-def make_task(
-    kind: str, options: Mapping[str, Any], *, seed: int = 0, num_sequences: int | None = None
-) -> Task:
-    """Make the task of `task_class(kind)` with `options`.
+    def check(self) -> Iterator[str]:
+        from fla_train.tasks.registry import task_errors  # imports torch, which --help does not need
 
-    Raises:
-        ValueError: for an unknown kind or option, a missing option, or one that gives no task.
-    """
-    cls = task_class(kind)
-    if errors := _option_errors(kind, options):
-        raise ValueError("; ".join(errors))
-    required = [name for name, option in _options(kind).items() if option.default is option.empty]
-    if missing := [name for name in required if options.get(name) is None]:
-        raise ValueError(f"{kind} needs {', '.join(missing)}")
-    try:
-        return cls(**options, seed=seed, num_sequences=num_sequences)
-    except Exception as error:
-        if isinstance(error, ValueError) or not is_own(kind):
-            raise
-        raise ValueError(f"{kind}: its constructor raised {described(error)}") from error
-
-
-def task_errors(config: "TaskConfig") -> Iterator[str]:
-    """Yield the errors of a task's config, whose keys are within their limits."""
-    if not config.tests:
-        yield "tests is empty: name at least one test set"
-    try:
-        task_class(config.kind)
-    except ValueError as error:
-        yield f"kind: {error}"
-        return
-    sets = {"train": config.train} | {f"tests.{name}": options for name, options in config.tests.items()}
-    failed: dict[str, list[str]] = {}  # Test sets repeat the training set's errors: name each once.
-    sizes = {}
-    for name, options in sets.items():
-        try:
-            task = make_task(config.kind, {**config.options, **options})
-            if is_own(config.kind):
-                check_contract(config.kind, task)
-            sizes[name] = task.vocab_size
-        except ValueError as error:
-            failed.setdefault(str(error), []).append(name)
-    yield from (f"{', '.join(names)}: {error}" for error, names in failed.items())
-    if len(set(sizes.values())) > 1:
-        yield f"tests: all sets must have one vocabulary, these have {sizes}"
-    if not failed:
-        yield from _curriculum_errors(config)
-        yield from _target_errors(config)
-
-
-def _options(kind: str) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(task_class(kind)).parameters
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
-        name: value
-        for name, value in parameters.items()
-        if name not in ("seed", "num_sequences") and value.kind not in several
-    }
-
-
-def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
-    """Return errors for unknown options, and for values of other types than the class declares."""
-    known = _options(kind)
-    unknown = sorted(set(options) - set(known))
-    errors = [f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}"] if unknown else []
-    for name in [name for name in options if name in known]:
-        value, option = options[name], known[name]
-        missing = value is None and option.default is option.empty
-        checked = not is_own(kind) or _in_yaml(option.annotation)
-        if checked and not missing and not fits(value, option.annotation):
-            errors.append(f"{name}={value} must be {inspect.formatannotation(option.annotation)}")
-    return errors
-
-
-def training_task(config: "TaskConfig", seed: int) -> Task:
-    """Make the training set: endless, or of `train_sequences`."""
-    return make_task(
-        config.kind, {**config.options, **config.train}, seed=seed, num_sequences=config.train_sequences
-    )
-
-
-def curriculum_tasks(config: "TaskConfig", seed: int) -> list[tuple[Task, int]]:
-    """Make the training sets of the curriculum, each with its number of steps."""
-    return [(_stage_task(config, seed, stage), stage[1]) for stage in config.curriculum]
-
-
-def _stage_task(config: "TaskConfig", seed: int, stage: list[Any]) -> Task:
-    length, _, *more = stage
-    options = {task_class(config.kind).length_option: length, **(more[0] if more else {})}
-    return training_task(replace(config, train={**config.train, **options}), seed)
-
-
-def tasks_for_testing(config: "TaskConfig") -> dict[str, Task]:
-    """Make the test sets, by name."""
-    return {
-        name: make_task(config.kind, {**config.options, **options}, seed=TEST_SEED)
-        for name, options in config.tests.items()
-    }
-
-
-def _curriculum_errors(config: "TaskConfig") -> Iterator[str]:
-    if config.curriculum and task_class(config.kind).length_option is None:
-        yield f"curriculum needs sequences of several lengths: {config.kind} has one length"
-        return
-    whole = training_task(config, 0)
-    for stage in config.curriculum:
-        if not (fits(stage, tuple[int, int] | tuple[int, int, dict]) and min(stage[:2]) > 0):
-            yield f"curriculum: {stage} must be [tokens, steps] or [tokens, steps, {{option: value}}], from 1"
-            continue
-        try:
-            early = _stage_task(config, 0, stage)
-        except ValueError as error:
-            yield f"curriculum: {stage}: {error}"
-            continue
-        if early.seq_len > whole.seq_len:
-            yield f"curriculum: {stage} is longer than the sequences of the training set"
-        if early.vocab_size != whole.vocab_size:
-            yield f"curriculum: {stage} has another vocabulary than the training set"
-
-
-def _target_errors(config: "TaskConfig") -> Iterator[str]:
-    if not config.stop_at:
-        return
-    known = []
-    for name, task in tasks_for_testing(config).items():
-        labels = task.batch([0]).labels
-        known += [f"{name}/{metric}" for metric in Score(0.0, Tally.of(labels, labels), {}).scalars(task)]
-    for target in config.stop_at:
-        if not (fits(target, tuple[str, float]) and target[0] in known):
-            yield f"stop_at: {target} must be [metric, value] with one of the metrics {', '.join(known)}"
-
-
-def _in_yaml(annotation: Any) -> bool:
-    """Return whether `fits` can tell the type's values. Others are left to the task's class."""
-    types = get_args(annotation)
-    return all(map(_in_yaml, types)) if types else annotation in (bool, int, float, str, NoneType)
+        return task_errors(self)

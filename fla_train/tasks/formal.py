@@ -5,7 +5,7 @@ appendix E.1; the tasks are those of Deletang et al. (arXiv 2207.02098).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -158,11 +158,13 @@ def _write_cycle_navigation(draws: np.ndarray, lengths: np.ndarray) -> tuple[np.
     return actions + 1, moves.cumsum(1) % _CYCLE + _CYCLE_TOKENS.index("0")
 
 
+_FLAT = Language(FLAT_TOKENS, MODULUS, write_flat, odd_lengths=True, alphabet="01234+-*")
+_BRACKETS = Language(BRACKET_TOKENS, MODULUS, write_brackets, alphabet="01234+-")
 LANGUAGES = {
     "parity": Language(_BIT_TOKENS, 2, _write_parity),
     "even_pairs": Language(_BIT_TOKENS, 2, _write_even_pairs),
     "cycle_navigation": Language(_CYCLE_TOKENS, _CYCLE, _write_cycle_navigation),
-    "modular_arithmetic": Language(FLAT_TOKENS, MODULUS, write_flat, True, "01234+-*"),
-    "modular_arithmetic_brackets": Language(BRACKET_TOKENS, MODULUS, write_brackets, False, "01234+-"),
-    "modular_arithmetic_brackets_times": Language(BRACKET_TOKENS, MODULUS, write_brackets, False, "01234+-*"),
+    "modular_arithmetic": _FLAT,
+    "modular_arithmetic_brackets": _BRACKETS,
+    "modular_arithmetic_brackets_times": replace(_BRACKETS, alphabet="01234+-*"),
 }

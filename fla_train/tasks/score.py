@@ -9,7 +9,7 @@ from fla_train.tasks.task import IGNORE, Batch, Tally, Task, tally_by
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     """Sums over test sequences; scores of batches and ranks add up.
 
     Attributes:
@@ -23,8 +23,8 @@ class Score:
     slices: dict[int, Tally]
 
     @classmethod
-    def of(cls, task: Task, logits: torch.Tensor, batch: Batch) -> "Score":
-        """Score logits [B, T, V] of one batch; ids that the task does not know are never predicted."""
+    def of(cls, task: Task, logits: torch.Tensor, batch: Batch) -> "TaskScore":
+        """Score logits [B, T, V] of one batch. Ids from `task.vocab_size` on are never predicted."""
         logits = logits[..., : task.vocab_size].float()
         labels = batch.labels.to(logits.device)
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -32,11 +32,11 @@ class Score:
         slices = {} if task.slice_key is None else tally_by(predictions, batch, task.slice_key)
         return cls(loss.item(), Tally.of(predictions, batch.labels), slices)
 
-    def __add__(self, other: "Score") -> "Score":
+    def __add__(self, other: "TaskScore") -> "TaskScore":
         slices = dict(self.slices)
         for value, tally in other.slices.items():
             slices[value] = slices[value] + tally if value in slices else tally
-        return Score(self.loss + other.loss, self.tally + other.tally, slices)
+        return TaskScore(self.loss + other.loss, self.tally + other.tally, slices)
 
     @property
     def mean_loss(self) -> float:
@@ -48,16 +48,17 @@ class Score:
         scalars: dict[str, float] = {}
         for key, value in task.summary(self.tally).items():
             if isinstance(value, list):
-                lengths = [2**i for i in range(len(value).bit_length()) if 2**i <= len(value)]
-                scalars |= {f"{key}_{t}": value[t - 1] for t in dict.fromkeys([*lengths, len(value)])}
+                powers = (2**i for i in range(len(value).bit_length()))
+                scalars |= {f"{key}_{length}": value[length - 1] for length in (*powers, len(value))}
             else:
                 scalars[key] = value
         return scalars
 
     def curve(self, task: Task) -> dict[str, str | list[float]]:
-        """Return the task's accuracy over prefixes or slices.
+        """Return the task's accuracy by prefix length, or by its `slice_key`, as plain JSON.
 
-        That is `axis`, `metric`, `x`, `y`, `n` sequences each, and `chance`, what guesses score, or None.
+        Keys: `axis` ("prefix" or the slice key), `metric`, `x`, `y` (the accuracy at each x), `n` (sequences
+        at each x), and `chance` (the accuracy of guessing at each x, or None).
         """
         if task.slice_key is None:
             y = task.summary(self.tally).get("prefix_accuracy", self.tally.prefix_accuracy)

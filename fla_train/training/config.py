@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.data.config import DataConfig
 from fla_train.hub.saved_config import escaped, read_saved
-from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.config import TaskConfig
 from fla_train.training.callback import make_callbacks
 from fla_train.training.features.pushes import HubConfig
 from fla_train.utils.import_class import import_object

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_folder
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
-from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.config import TaskConfig
 from fla_train.training.checkpoint import CheckpointStore, TrainState, find_error
 from fla_train.training.config import TrainConfig
 from fla_train.training.run_folder import RunFolder

@@ -15,8 +15,8 @@ from fla_train.data.mixture import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.kernels.context_parallel import ContextGroup
-from fla_train.tasks.config import curriculum_tasks, training_task
-from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.config import TaskConfig
+from fla_train.tasks.registry import curriculum_tasks, training_task
 from fla_train.tasks.task import Task
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.context_parallel import split_batch

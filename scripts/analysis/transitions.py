@@ -24,8 +24,8 @@ from fla_train.hub.checkpoint_config import resolve_checkpoint
 from fla_train.hub.load import load_weights
 from fla_train.kernels.delta_product.recurrent import l2norm
 from fla_train.models.mixers.delta_product import DeltaProductMixer
-from fla_train.tasks.config import tasks_for_testing
 from fla_train.tasks.group_words import GroupWords
+from fla_train.tasks.registry import tasks_for_testing
 from fla_train.utils.figure_style import style
 
 SEQUENCES = 64

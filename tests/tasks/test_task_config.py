@@ -8,11 +8,11 @@ from torch.nn.functional import cross_entropy
 
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.tasks.config import make_task, tasks_for_testing, training_task
+from fla_train.tasks.config import TaskConfig
 from fla_train.tasks.formal import LANGUAGES, FormalLanguage
 from fla_train.tasks.group_words import GroupWords
-from fla_train.tasks.score import Score
-from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.registry import make_task, tasks_for_testing, training_task
+from fla_train.tasks.score import TaskScore
 from fla_train.tasks.task import IGNORE
 from fla_train.utils.keys import find_errors
 
@@ -101,9 +101,9 @@ def test_scores_of_parts_add_up_to_that_of_the_whole() -> None:
     batch = task.batch(range(40))
     logits = torch.randn(40, task.seq_len, task.vocab_size + 2, generator=torch.Generator().manual_seed(0))
     logits[..., task.vocab_size :] += 100  # ids that the task does not have
-    whole = Score.of(task, logits, batch)
+    whole = TaskScore.of(task, logits, batch)
     parts = [
-        Score.of(task, logits[rows], task.batch(range(rows.start, rows.stop)))
+        TaskScore.of(task, logits[rows], task.batch(range(rows.start, rows.stop)))
         for rows in (slice(0, 15), slice(15, 40))
     ]
     total = parts[0] + parts[1]

@@ -13,7 +13,7 @@ from warm_ranks import WarmRanks
 from fla_train.cli.app import compose
 from fla_train.run.launch import launch
 from fla_train.run.resolve import resolve
-from fla_train.tasks.config import curriculum_tasks, make_task, training_task
+from fla_train.tasks.registry import curriculum_tasks, make_task, training_task
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.model import build_model
 from fla_train.training.run_data import TaskSequences

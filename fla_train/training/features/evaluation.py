@@ -17,9 +17,9 @@ from torch import Tensor
 from fla_train.data.open_dataset import open_validation
 from fla_train.data.sampler import Batch, PackedDataset, sequential_batches
 from fla_train.data.tokenizers import token_bytes
-from fla_train.tasks.config import is_own, tasks_for_testing
 from fla_train.tasks.plots import plot_accuracy
-from fla_train.tasks.score import Score
+from fla_train.tasks.registry import is_custom, tasks_for_testing
+from fla_train.tasks.score import TaskScore
 from fla_train.tasks.task import Task
 from fla_train.training.callback import Callback
 from fla_train.training.checkpoint import folder_name
@@ -203,7 +203,7 @@ class TaskEvaluation(Evaluation):
         return answer[0]
 
     @torch.no_grad()
-    def _score(self, task: Task, step: int) -> Score:
+    def _score(self, task: Task, step: int) -> TaskScore:
         """Return the score of all ranks' test sequences, on every rank."""
         config, engine = self._config, self.trainer.engine
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -214,15 +214,15 @@ class TaskEvaluation(Evaluation):
             batch = task.batch(rows)
             self._beat(step, batch.input_ids.shape)
             logits = engine(input_ids=batch.input_ids.to(engine.device), use_cache=False).logits
-            scores.append(Score.of(task, logits, batch))
+            scores.append(TaskScore.of(task, logits, batch))
         engine.train()
-        everyone: list[Score | None] = [None] * world
+        everyone: list[TaskScore | None] = [None] * world
         dist.all_gather_object(everyone, reduce(add, scores))
         return reduce(add, everyone)
 
     def commands(self) -> list[list[str]]:
         kind, checkpoint = self._config.kind, f"checkpoint={self.trainer.folder.root}"
-        option = [f"suite.expressivity.task={kind}"] if is_own(kind) else []
+        option = [f"suite.expressivity.task={kind}"] if is_custom(kind) else []
         return [["fla-eval", checkpoint, "suite=expressivity", *self._naming(), *option]]
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
-from fla_train.tasks.config import make_task, training_task
-from fla_train.tasks.settings import TaskConfig
+from fla_train.tasks.config import TaskConfig
+from fla_train.tasks.registry import make_task, training_task
 from fla_train.training.config import register, to_config, to_yaml
 from fla_train.utils.keys import find_errors
 
