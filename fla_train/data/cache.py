@@ -133,12 +133,12 @@ def cache_paths(config: DataConfig, *, offline: bool = False) -> CachePaths:
     identity = asdict(config.tokenizer) if tokenizer is None else fingerprint(tokenizer)
     settings = {k: v for k, v in vars(config).items() if rule(DataConfig, "prepared", k) == "fingerprint"}
     name = digest(source.description, identity, settings)
-    asked = digest(recorded(config), identity, config.shard_bytes)
+    request = digest(manifest_settings(config), identity, config.shard_bytes)
     cache = cache_folder(config)
-    return CachePaths(source, tokenizer, cache / name, cache / f".building-{asked}")
+    return CachePaths(source, tokenizer, cache / name, cache / f".building-{request}")
 
 
-def recorded(config: DataConfig) -> dict[str, Any]:
+def manifest_settings(config: DataConfig) -> dict[str, Any]:
     """Return the settings that a manifest records."""
     return {k: v for k, v in asdict(config).items() if rule(DataConfig, "prepared", k) != "nothing"}
 

@@ -109,8 +109,8 @@ def corpus_configs(config: DataConfig) -> dict[str, DataConfig]:
         return {"": replace(config, stream=False, max_documents=config.stream_head_documents)}
     corpora = {}
     for name, corpus in config.mixture.items():
-        settings = {key: value for key, value in vars(corpus).items() if key != "weight"}
-        corpora[name] = replace(config, mixture={}, **settings)
+        source = {entry.name: getattr(corpus, entry.name) for entry in fields(SourceConfig)}
+        corpora[name] = replace(config, mixture={}, **source)
     return corpora
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from fla_train.data.dataset import TokenDataset
-from fla_train.data.mixture import turns
+from fla_train.data.mixture import interleave
 from fla_train.data.sampler import Batch, pack
 from fla_train.utils.permutation import permute
 
@@ -17,7 +17,7 @@ class ContiguousDataset:
 
     Args:
         datasets: in the order of their text (`seed=None`).
-        shares: rows of each dataset, of the sum of shares, in the order of `MixtureDataset`'s turns.
+        shares: of sum(shares) rows, how many read each dataset. Rows are in the order of `interleave`.
         rows: sequences per optimizer step.
         packed: return packed batches, and continue no document with another one.
 
@@ -29,42 +29,47 @@ class ContiguousDataset:
         self, datasets: list[TokenDataset], shares: list[int], rows: int, seed: int, *, packed: bool
     ):
         self._datasets, self._rows, self._seed, self._packed = datasets, rows, seed, packed
-        self._dataset_of_row = np.resize(turns(shares), rows)
-        self._number = np.empty_like(self._dataset_of_row)  # of each row among those of its dataset
-        self._lengths = np.empty(len(datasets), dtype=np.int64)  # sequences of a row in an epoch
+        self._dataset_of_row = np.resize(interleave(shares), rows)
+        # The number of each row among the rows of its dataset, and by dataset a row's sequences per epoch.
+        self._row_in_dataset = np.empty_like(self._dataset_of_row)
+        self._row_lengths = np.empty(len(datasets), dtype=np.int64)
         for number, dataset in enumerate(datasets):
-            mine = self._dataset_of_row == number
-            count = int(mine.sum())
-            self._number[mine] = np.arange(count)
-            self._lengths[number] = len(dataset) // count if count else 0
-            if not self._lengths[number]:
+            chosen = np.flatnonzero(self._dataset_of_row == number)
+            count = len(chosen)
+            self._row_in_dataset[chosen] = np.arange(count)
+            self._row_lengths[number] = len(dataset) // count if count else 0
+            if not self._row_lengths[number]:
                 short = f"data.contiguous: {len(dataset)} sequences of {dataset.folder} for {count} rows"
                 raise ValueError(f"{short}: lower trainer.global_batch_tokens or trainer.seq_len")
 
     def __len__(self) -> int:
         """Return the number of sequences until one dataset was read once, except a rest below its rows."""
-        return int(self._lengths.min()) * self._rows
+        return int(self._row_lengths.min()) * self._rows
 
-    def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return each sequence's dataset, its position there, and whether it continues the row's last one."""
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return each sequence's dataset, its position there, and whether it continues the row's last one.
+
+        All are [n]: int64, int64 and bool.
+        """
         steps, rows = np.divmod(np.asarray(indices, dtype=np.int64), self._rows)
         datasets = self._dataset_of_row[rows]
-        epochs, within = np.divmod(steps, self._lengths[datasets])
-        positions = self._number[rows] * self._lengths[datasets] + within
+        epochs, steps_in_epoch = np.divmod(steps, self._row_lengths[datasets])
+        positions = self._row_in_dataset[rows] * self._row_lengths[datasets] + steps_in_epoch
+        # Each epoch of a dataset begins elsewhere, and goes round the end of the text.
         for dataset, epoch in {*zip(datasets.tolist(), epochs.tolist(), strict=True)}:
             chosen = (datasets == dataset) & (epochs == epoch)
             size = len(self._datasets[dataset])
             first = permute(np.zeros(1, dtype=np.int64), size, self._seed, epoch)
             positions[chosen] = (positions[chosen] + first) % size
-        return datasets, positions, (within > 0) & (positions > 0)
+        return datasets, positions, (steps_in_epoch > 0) & (positions > 0)
 
     def sequences(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` (int64, >= 0) as one micro-batch, with `continues`."""
-        datasets, positions, continues = self.places(indices)
-        read = [(self._datasets[i], np.array([at])) for i, at in zip(datasets, positions, strict=True)]
-        ids = torch.cat([dataset.sequences(at) for dataset, at in read])
+        datasets, positions, continues = self.locate(indices)
+        located = [(self._datasets[i], np.array([at])) for i, at in zip(datasets, positions, strict=True)]
+        ids = torch.cat([dataset.sequences(at) for dataset, at in located])
         if not self._packed:
             return Batch(ids, ids, continues=torch.from_numpy(continues))
-        batch = pack(ids, [dataset.boundaries(at)[0] for dataset, at in read])
-        first = np.array([dataset.begins_document(at)[0] for dataset, at in read])
-        return batch._replace(continues=torch.from_numpy(continues & ~first))
+        batch = pack(ids, [dataset.boundaries(at)[0] for dataset, at in located])
+        begins = np.array([dataset.begins_document(at)[0] for dataset, at in located])
+        return batch._replace(continues=torch.from_numpy(continues & ~begins))

@@ -1,4 +1,4 @@
-"""Mixture of datasets: each has its share of the sequences, in a periodic, even order."""
+"""Mixture of datasets: interleave their sequences in fixed proportions, in an even order that repeats."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -13,46 +13,47 @@ LONGEST_PERIOD = 100_000
 
 
 class MixtureDataset:
-    """Read several datasets in turn. Sequence i is a pure function of i.
+    """Interleave the sequences of several datasets. Sequence i is a pure function of i.
 
-    `turns` gives the dataset at position `i % period`, and each dataset is read in its order.
+    The order repeats after a period of sum(shares) sequences: `interleave` gives the dataset at position
+    `i % period`. Each dataset is read in its own order.
 
     Args:
         datasets: the datasets; a dataset that has been read once begins its next epoch.
-        shares: turns of each dataset in a period.
+        shares: sequences of each dataset in a period.
     """
 
     def __init__(self, datasets: list[TokenDataset], shares: list[int]):
         self.datasets = datasets
         self._shares = np.asarray(shares, dtype=np.int64)
-        self._turns = turns(shares)
-        self._rank = np.empty_like(self._turns)  # earlier turns of the same dataset in the period
-        for dataset in range(len(datasets)):
-            mine = self._turns == dataset
-            self._rank[mine] = np.arange(mine.sum())
+        self._order = interleave(shares)
+        # For each position of the period, how many earlier positions are of the same dataset.
+        self._earlier = np.empty_like(self._order)
+        for dataset, share in enumerate(shares):
+            self._earlier[self._order == dataset] = np.arange(share)
 
     def __len__(self) -> int:
         """Return the number of sequences until one dataset has been read once."""
         return min(
-            len(dataset) * len(self._turns) // int(share)
+            len(dataset) * len(self._order) // int(share)
             for dataset, share in zip(self.datasets, self._shares, strict=True)
         )
 
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Return the sequences `indices` (int64, >= 0) as [n, seq_len] int64."""
-        rows = zip(*self.places(indices), strict=True)
-        return torch.cat([self.datasets[dataset].sequences(np.array([index])) for dataset, index in rows])
+        located = zip(*self.locate(indices), strict=True)
+        return torch.cat([self.datasets[dataset].sequences(np.array([index])) for dataset, index in located])
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
         """Return for each sequence where in (0, seq_len) documents begin: ascending int64."""
-        rows = zip(*self.places(indices), strict=True)
-        return [self.datasets[dataset].boundaries(np.array([index]))[0] for dataset, index in rows]
+        located = zip(*self.locate(indices), strict=True)
+        return [self.datasets[dataset].boundaries(np.array([index]))[0] for dataset, index in located]
 
-    def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the dataset of each index, and the index within that dataset: both [n] int64."""
-        periods, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._turns))
-        dataset = self._turns[place]
-        return dataset, periods * self._shares[dataset] + self._rank[place]
+        periods, positions = np.divmod(np.asarray(indices, dtype=np.int64), len(self._order))
+        datasets = self._order[positions]
+        return datasets, periods * self._shares[datasets] + self._earlier[positions]
 
 
 # Map-style datasets. Sequence i is the same on any rank, in any batch and after any resume.
@@ -74,10 +75,10 @@ def integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
     return {name: int(share * period) for name, share in shares.items()}
 
 
-def turns(shares: list[int]) -> np.ndarray:
-    """Return the dataset whose turn it is at each position of the period: [sum of shares] int64.
+def interleave(shares: list[int]) -> np.ndarray:
+    """Return the dataset at each position of a period: [sum of shares] int64.
 
-    The turns of each dataset are spread evenly: turn j of s is due after (j + 1/2) / s of the period.
+    The sequences of each dataset are spread evenly: sequence j of s is due after (j + 1/2) / s of the period.
     """
     datasets = np.repeat(np.arange(len(shares)), shares)
     due = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])

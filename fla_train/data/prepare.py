@@ -156,7 +156,7 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     manifest = {
         "format": FORMAT,
-        "settings": cache.recorded(config),
+        "settings": cache.manifest_settings(config),
         "source": source.description,
         "commit": commit,
         "tokenizer": {
@@ -190,10 +190,33 @@ def _tokenize(
     ids = ids_needed(tokenizer)
     dtype = "uint16" if ids <= 1 << 16 else "uint32"
     encoder = make_encoder(tokenizer, building / "tokenizer", config, dtype)
-    unit = "tok" if config.max_tokens else "doc" if config.max_documents else "B"
-    bar = tqdm(
+    limits = config.num_workers, config.max_documents, config.max_tokens
+    records: list[shards.Record] = []
+    token_counts = {split: np.zeros(ids, np.int64) for split in SPLITS}  # by token id
+    sums = {split: dict.fromkeys(_COUNTS, 0) for split in SPLITS}
+    bar = _progress_bar(source, config, show)
+    with closing(tokenize_source(encoder, source.slices, building, *limits)) as finished, closing(bar):
+        for number, record in enumerate(finished):
+            records.append(record)
+            for split in SPLITS:
+                shard = shards.Shard(building, number, record, split, dtype)
+                for start in range(0, record[split]["tokens"], _COUNT_AT_ONCE):
+                    tokens = shard.tokens(start, start + _COUNT_AT_ONCE)
+                    token_counts[split] += np.bincount(tokens, minlength=ids)
+                sums[split] = {key: sums[split][key] + record[split][key] for key in _COUNTS}
+            _show_progress(bar, record, sum(sums[split]["tokens"] for split in SPLITS))
+    return {
+        "dtype": dtype,
+        "splits": {s: sums[s] | {"unigram_entropy": shards.unigram_entropy(token_counts[s])} for s in SPLITS},
+        "shards": [{key: record[key] for key in _KEPT} for record in records],
+    }
+
+
+def _progress_bar(source: Source, config: DataConfig, show: bool) -> tqdm:
+    """Return a bar over the tokens or documents up to their limit, or else over the source's bytes."""
+    return tqdm(
         total=config.max_tokens or config.max_documents or source.size,
-        unit=unit,
+        unit="tok" if config.max_tokens else "doc" if config.max_documents else "B",
         unit_scale=True,
         desc="tokenizing",
         disable=not show,
@@ -201,30 +224,17 @@ def _tokenize(
         mininterval=0.1 if sys.stderr.isatty() else 60.0,
         miniters=1,
     )
-    records: list[shards.Record] = []
-    done = 0
-    counts = {split: np.zeros(ids, np.int64) for split in SPLITS}
-    sums = {split: dict.fromkeys(_COUNTS, 0) for split in SPLITS}
-    limits = config.num_workers, config.max_documents, config.max_tokens
-    with closing(tokenize_source(encoder, source.slices, building, *limits)) as finished, closing(bar):
-        for number, record in enumerate(finished):
-            records.append(record)
-            for split in SPLITS:
-                shard = shards.Shard(building, number, record, split, dtype)
-                for start in range(0, record[split]["tokens"], _COUNT_AT_ONCE):
-                    counts[split] += np.bincount(shard.tokens(start, start + _COUNT_AT_ONCE), minlength=ids)
-                sums[split] = {key: sums[split][key] + record[split][key] for key in _COUNTS}
-            done += {"tok": record["train"]["tokens"], "doc": record["documents"], "B": record["size"]}[unit]
-            tokens = sum(sums[split]["tokens"] for split in SPLITS)
-            if record.get("resumed"):
-                bar.initial = done  # which does not count for the speed
-            bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
-            bar.update(done - bar.n)
-    return {
-        "dtype": dtype,
-        "splits": {s: sums[s] | {"unigram_entropy": shards.unigram_entropy(counts[s])} for s in SPLITS},
-        "shards": [{key: record[key] for key in _KEPT} for record in records],
-    }
+
+
+def _show_progress(bar: tqdm, record: shards.Record, tokens: int) -> None:
+    """Advance the bar by a shard. `tokens` is the number of tokens so far."""
+    if bar.disable:
+        return
+    step = {"tok": record["train"]["tokens"], "doc": record["documents"], "B": record["size"]}[bar.unit]
+    if record.get("resumed"):
+        bar.initial += step  # not tokenized now, so it must not count for the speed
+    bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
+    bar.update(step)
 
 
 def _train_texts(source: Source, config: DataConfig) -> Iterator[str]:

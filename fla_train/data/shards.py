@@ -107,28 +107,30 @@ class Shard:
         if not has_size(folder, number, record):
             raise ValueError(self._damage("is missing or cut short"))
         self._dtype = np.dtype(dtype).newbyteorder("<")
+        # The file begins with the tokens of each split and the ends of each split. Checksums follow.
         sizes = [record[name]["tokens"] * self._dtype.itemsize for name in SPLITS]
         sizes += [record[name]["documents"] * 8 for name in SPLITS]
-        starts, number = [0, *accumulate(sizes)], SPLITS.index(split)  # of the five arrays
-        self._tokens_start, self._ends_start, self._crcs_start = starts[number], starts[2 + number], starts[4]
+        *starts, self._crcs_start = accumulate(sizes, initial=0)
+        column = SPLITS.index(split)
+        self._tokens_start, self._ends_start = starts[column], starts[len(SPLITS) + column]
         self._token_count, self._end_count = record[split]["tokens"], record[split]["documents"]
         blocks = -(-self._crcs_start // BLOCK)
         self._crcs = np.frombuffer(self._read(self._crcs_start, 4 * blocks), "<u4", blocks)
-        self._unread = bytearray(b"\1") * blocks  # 1: not compared yet
+        self._unchecked = bytearray(b"\1") * blocks  # 1: not compared yet, 0: intact
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop), as far as there are. Raises `ValueError` for a damaged block."""
         count = max(0, min(stop, self._token_count) - start)
-        return self._checked(self._tokens_start + start * self._dtype.itemsize, count, self._dtype)
+        return self._read_checked(self._tokens_start + start * self._dtype.itemsize, count, self._dtype)
 
     def ends(self) -> np.ndarray:
         """Return the end of each document, uint64. Raises `ValueError` for a damaged block."""
-        return self._checked(self._ends_start, self._end_count, np.dtype("<u8"))
+        return self._read_checked(self._ends_start, self._end_count, np.dtype("<u8"))
 
-    def _checked(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+    def _read_checked(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
         stop = start + count * dtype.itemsize
         first, last = start // BLOCK, -(-stop // BLOCK)
-        if self._unread.find(1, first, last) < 0:
+        if self._unchecked.find(1, first, last) < 0:
             return np.frombuffer(self._read(start, stop - start), dtype, count)
         before = first * BLOCK
         content = self._read(before, min(last * BLOCK, self._crcs_start) - before)
@@ -136,7 +138,7 @@ class Shard:
             block = memoryview(content)[number * BLOCK - before : (number + 1) * BLOCK - before]
             if zlib.crc32(block) != self._crcs[number]:
                 raise ValueError(self._damage(f"is corrupt (block {number} of {BLOCK} bytes)"))
-            self._unread[number] = 0
+            self._unchecked[number] = 0
         return np.frombuffer(content, dtype, count, start - before)
 
     def _read(self, start: int, size: int) -> bytes:

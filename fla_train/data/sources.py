@@ -131,10 +131,13 @@ def _hub(config: DataConfig, commit: str | None) -> Source:
 def _stream(
     config: DataConfig, commit: str | None, done: Sequence[dict[str, Any]]
 ) -> Iterator[TextSlice | None]:
-    """Stream by `datasets`, which continues behind the last of the finished shards from its `state_dict`."""
+    """Yield None for each finished shard, then slices of what `datasets` streams behind the last of them.
+
+    A record's `after` is the `state_dict` from which the stream continues.
+    """
     where, column = _where(config), config.text_column
     error = Interrupted if is_on_hub(config) else ValueError
-    yield from (None for _ in done)
+    yield from [None] * len(done)
     with reading(where, REMEDY, error, (ValueError,)):  # an unknown configuration or split
         path = config.path if is_on_hub(config) else str(Path(config.path).expanduser())
         # Import it here: it takes a second, and only sources on the Hub need it.
@@ -148,7 +151,7 @@ def _stream(
         if done:
             stream.load_state_dict(done[-1]["after"])
         rows = iter(stream)
-    first = sum(record["documents"] for record in done)
+    first_row = sum(record["documents"] for record in done)
     while True:
         values, names, size = [], [], 0
         while size < config.shard_bytes:
@@ -156,11 +159,11 @@ def _stream(
                 row = next(rows, None)
             if row is None:
                 break
-            names.append(f"{where}, row {first + len(values)}")
+            names.append(f"{where}, row {first_row + len(values)}")
             files.require_column(names[-1], column, row)
             values.append(row[column])
             size += len(row[column]) if isinstance(row[column], str) else 0
         if not values:
             return
-        yield TextSlice(config, [commit, first], size, values, names, after=stream.state_dict())
-        first += len(values)
+        yield TextSlice(config, [commit, first_row], size, values, names, after=stream.state_dict())
+        first_row += len(values)

@@ -185,31 +185,33 @@ def tokenize_source(
         ValueError: as reading the source. The shards that are complete stay.
         Interrupted: a process died.
     """
-    left = whole = Limits(max_documents or math.inf, max_tokens or math.inf)
-    done: list[Record] = []
+    left = limits = Limits(max_documents or math.inf, max_tokens or math.inf)
+    done: list[Record] = []  # of the first shards, which are complete: a stream continues behind them
     while (record := read_record(folder, len(done))) and not left.reached_by(record):
         done.append(record)
         left = left.after(record)
-    left = whole
+    left = limits
     pieces = _with_errors(slices(done))
-    first = list(islice(pieces, 2))
+    first_two = list(islice(pieces, 2))
     if num_workers is None:
-        num_workers = available_cores() if len(first) > 1 else 0
-    numbered = enumerate(chain(first, pieces))
+        num_workers = available_cores() if len(first_two) > 1 else 0
+    numbered = enumerate(chain(first_two, pieces))
+    # Slices that have begun, in order. An earlier one may take longer than those after it.
     pending: deque[tuple[int, Slice | Exception | None, Future[Record]]] = deque()
     with writers(encoder, num_workers) as write:
         while True:
             # Begin slices ahead until the next record is there. It may take long, since streams are fetched.
             while not (pending and pending[0][2].done()) and len(pending) <= _AHEAD * num_workers:
-                known = sum(len(piece.values) for _, piece, _ in pending if isinstance(piece, TextSlice))
-                if known >= left.documents or not (item := next(numbered, None)):
+                # Fetch no more of a stream than reaches the limit of documents.
+                fetched = sum(len(piece.values) for _, piece, _ in pending if isinstance(piece, TextSlice))
+                if fetched >= left.documents or not (following := next(numbered, None)):
                     break
-                number, piece = item
+                number, piece = following
                 record, future = read_record(folder, number), Future()
                 if isinstance(piece, Exception):
                     future.set_exception(piece)
                 elif piece is None or (record and record["slice"] == piece.key and left.allow(record)):
-                    future.set_result(record | {"resumed": True})
+                    future.set_result(record | {"resumed": True})  # the shard is complete
                 else:
                     future = write(folder, number, piece, left)
                 pending.append((number, piece, future))
@@ -218,7 +220,8 @@ def tokenize_source(
             number, piece, future = pending.popleft()
             invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
             record = None if invalid else future.result()
-            # This slice began before the earlier ones were finished, so its limits may be too high.
+            # This slice began before the earlier ones were finished, so its limits may be too high. Then the
+            # shard is too long, or the invalid text lies behind the limit.
             if invalid or (left.reached_by(record) and tuple(record["limits"]) != left):
                 record = encoder.write(folder, number, piece, left)
             yield record
@@ -228,14 +231,18 @@ def tokenize_source(
 
 
 def _with_errors(pieces: Iterator[Slice | None]) -> Iterator[Slice | Exception | None]:
-    """Yield the slices, and an error in the place of the slice that can't be read."""
+    """Yield the slices, and an error in the place of the slice that can't be read.
+
+    The error is raised when the slices before it are written, if no limit ends the text there.
+    """
     try:
         yield from pieces
     except Exception as failure:
         yield failure
 
 
-def _written_at_once(encoder: Encoder, *arguments) -> Future[Record]:
+def _write_now(encoder: Encoder, *arguments: Any) -> Future[Record]:
+    """Write in this process. Return a finished future, as a pool does."""
     future: Future[Record] = Future()
     try:
         future.set_result(encoder.write(*arguments))
@@ -251,13 +258,13 @@ def writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Record
     The processes end with the block, or with this process, even by kill -9, because their pipe ends.
     """
     if size == 0:
-        yield partial(_written_at_once, encoder)
+        yield partial(_write_now, encoder)
         return
     alive, ours = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(size, context, begin_process, (encoder, alive))
     try:
-        yield partial(pool.submit, _write)
+        yield partial(pool.submit, _write_in_process)
     except BrokenProcessPool as failure:
         raise Interrupted("a tokenizing process died (out of memory?): lower data.num_workers") from failure
     finally:
@@ -274,13 +281,14 @@ def begin_process(encoder: Encoder, alive: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     # The processes are the parallelism.
     os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
 
 
-def _end_with(alive: Connection) -> None:
+def _end_with_parent(alive: Connection) -> None:
+    """End this process when the parent closes its end of the pipe, or ends."""
     alive.poll(None)
     os._exit(1)
 
 
-def _write(*arguments: Any) -> Record:
-    return _encoder.write(*arguments)
+def _write_in_process(*arguments: Any) -> Record:
+    return _encoder.write(*arguments)  # the global that `begin_process` sets

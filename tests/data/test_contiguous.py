@@ -27,7 +27,7 @@ def test_a_row_reads_on_where_it_has_ended(prepared):
     data, length = opened(prepared), size // ROWS
     assert len(data) == length * ROWS
     batches = steps(data, 3 * length)
-    places = data.places(np.arange(3 * length * ROWS))[1].reshape(-1, ROWS)
+    places = data.locate(np.arange(3 * length * ROWS))[1].reshape(-1, ROWS)
     for batch, at in zip(batches, places, strict=True):
         assert torch.equal(batch.input_ids, cut[at]) and torch.equal(batch.labels, cut[at])
     continues = np.array([batch.continues.numpy() for batch in batches])
@@ -39,7 +39,7 @@ def test_a_row_reads_on_where_it_has_ended(prepared):
     for epoch in places.reshape(3, -1):
         assert len(set(epoch)) == len(epoch) == ROWS * length
     firsts = places[::length, 0]
-    assert len(set(firsts)) == 3 and opened(prepared, seed=4).places(np.array([0]))[1] != firsts[0]
+    assert len(set(firsts)) == 3 and opened(prepared, seed=4).locate(np.array([0]))[1] != firsts[0]
 
 
 def test_no_document_continues_with_another(prepared):
@@ -49,7 +49,7 @@ def test_no_document_continues_with_another(prepared):
     at_bounds = 0
     for step, batch in enumerate(steps(data, size // 2, rows=2)):
         indices = np.arange(2 * step, 2 * step + 2)
-        _, places, follows = plain.places(indices)
+        _, places, follows = plain.locate(indices)
         begins = np.array([place * SEQ_LEN in {0, *ends} for place in places.tolist()])
         assert batch.continues.tolist() == (follows & ~begins).tolist()
         at_bounds += int((follows & begins).sum())
@@ -67,13 +67,13 @@ def test_no_document_continues_with_another(prepared):
 def test_rows_of_a_mixture_keep_to_their_part(mixture):  # noqa: F811
     prepared = quiet(mixture)
     data = open_contiguous(prepared.folder, 16, 1, 10, document_boundaries=False)
-    corpora = np.array([data.places(np.arange(10 * step, 10 * step + 10))[0] for step in range(40)])
+    corpora = np.array([data.locate(np.arange(10 * step, 10 * step + 10))[0] for step in range(40)])
     assert (corpora == corpora[0]).all()
     assert np.bincount(corpora[0]).tolist() == [5, 3, 2]
     texts = [read(corpus, "train")[0] for corpus in prepared.corpora().values()]
     ids = torch.stack([batch.input_ids for batch in steps(data, 3, rows=10)])
     for row, corpus in enumerate(corpora[0]):
         text = np.asarray(texts[corpus]).tolist()
-        first = int(data.places(np.array([row]))[1][0]) * 16
+        first = int(data.locate(np.array([row]))[1][0]) * 16
         if first + 48 <= len(text):
             assert ids[:, row].flatten().tolist() == text[first : first + 48]

@@ -8,7 +8,7 @@ import torch
 from fla_train.data.cache import open_prepared
 from fla_train.data.config import CorpusConfig
 from fla_train.data.dataset import TokenDataset
-from fla_train.data.mixture import integer_shares, turns
+from fla_train.data.mixture import integer_shares, interleave
 from fla_train.data.open_dataset import open_train, open_validation
 from tests.data.conftest import quiet, write_jsonl
 
@@ -27,7 +27,7 @@ def mixture(tmp_path, local, documents):
 @pytest.mark.parametrize("shares", [[1, 1], [7, 2, 1], [5, 3, 2], [97, 2, 1], [1, 1, 1, 1, 40], [13]])
 def test_every_window_holds_about_the_shares(shares):
     """To one turn of the corpus, and to the turns that others have before or after it at each end."""
-    sequence, period = turns(shares), sum(shares)
+    sequence, period = interleave(shares), sum(shares)
     assert len(sequence) == period
     endless = np.tile(sequence, 3)
     for corpus, share in enumerate(shares):
@@ -52,7 +52,7 @@ def test_a_mixture_is_its_parts_in_turn(mixture):
     prepared = quiet(mixture)
     data = open_train(prepared.folder, 32, seed=5)
     corpora = [TokenDataset(corpus.folder, "train", 32, seed=5) for corpus in prepared.corpora().values()]
-    order = turns([5, 3, 2])
+    order = interleave([5, 3, 2])
     count = 10 * max(len(corpus) for corpus in corpora)  # every corpus starts over
     expected, next_of = [], [itertools.count() for _ in corpora]
     for place in range(count):
@@ -62,7 +62,7 @@ def test_a_mixture_is_its_parts_in_turn(mixture):
     assert torch.equal(whole, torch.stack(expected))
     some = np.array([count - 1, 3, 3, 17])  # any order, at once
     assert torch.equal(data.sequences(some), whole[some])
-    corpus, within = data.places(np.array([17]))
+    corpus, within = data.locate(np.array([17]))
     assert data.boundaries(np.array([17]))[0].tolist() == (
         corpora[corpus[0]].boundaries(np.array([within[0]]))[0].tolist()
     )
