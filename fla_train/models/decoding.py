@@ -242,7 +242,7 @@ class Decoder:
                 _copy_states(static, layer)
             elif steps:
                 total = layer.get_seq_length() + steps
-                end = min(total, static.max_cache_len)
+                end = static.max_cache_len if isinstance(static, WindowLayer) else total
                 new = slice(max(end - steps, 0), end)
                 layer.update(static.keys[:, :, new], static.values[:, :, new])
                 layer.cumulative_length = total  # of a window shorter than `steps`

@@ -21,6 +21,7 @@ VARIANTS = {
     "gated_delta_product": {"use_output_gate": True, "expand_v": 2.0},
     "without_conv": {"num_householder": 3, "use_short_conv": False, "use_forget_gate": False},
     "hybrid": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 5},
+    "wide_window": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 64},
     "transformer": HYBRID | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "hybrid_full_attention": HYBRID | {"layer_types": ["linear_attention", "full_attention"]},
     "olmo_hybrid": HYBRID | {"layer_types": ["linear_attention", "full_attention"]} | OLMO,

@@ -78,6 +78,7 @@ SETTINGS = {
         ("gated_delta_product", "sampling", [3, 7]),
         ("hybrid", "greedy", [3, 7]),
         ("hybrid", "own parts", None),
+        ("wide_window", "greedy", [3, 7]),
         ("olmo_hybrid", "sampling", [3, 7]),
     ],
 )
