@@ -229,9 +229,13 @@ def test_flops_of_a_token_s_experts() -> None:
 def test_nothing_crosses_the_bounds_of_documents() -> None:
     model = build("llama").eval()
     ids, bounds = torch.randint(VOCABULARY, (1, 24)), [0, 9, 10, 24]
-    packed = model.token_losses(ids, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    inputs = {"input_ids": ids, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    packed, logits = model.token_losses(**inputs), model(**inputs, use_cache=False).logits
     for start, stop in pairwise(bounds):
         torch.testing.assert_close(packed[:, start : stop - 1], model.token_losses(ids[:, start:stop]))
+        torch.testing.assert_close(logits[:, start:stop], model(input_ids=ids[:, start:stop]).logits)
+    inputs |= {"labels": ids, "num_items_in_batch": torch.tensor(7), "use_cache": False}
+    torch.testing.assert_close(model(**inputs).loss, model.train()(**inputs).loss)
     assert model.keeps_documents_apart() and not build("mamba2").keeps_documents_apart()
     blind = node("mpt", n_layers=2, n_heads=4)  # it takes no positions
     assert not build_model(build_model_config(blind)).keeps_documents_apart()

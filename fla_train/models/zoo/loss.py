@@ -76,7 +76,9 @@ class FusedLoss:
             cu_seqlens: [S + 1] bounds of the documents packed in one row (B = 1).
         """
         if labels is None or not self.training:
-            return super().forward(*args, labels=labels, **inputs)
+            if num_items_in_batch is not None:
+                inputs["num_items_in_batch"] = num_items_in_batch
+            return super().forward(*args, labels=labels, **inputs, **self._bounds(cu_seqlens))
         targets = next_tokens(labels)
         divisor = target_count(targets, num_items_in_batch)
         outputs, losses = self._losses(linear_cross_entropy, targets, *args, cu_seqlens=cu_seqlens, **inputs)
