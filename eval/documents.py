@@ -117,8 +117,7 @@ def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Itera
 def longest(
     documents: Iterable[np.ndarray], count: int | None, length: int, scan: int | None, progress: bool
 ) -> list[np.ndarray]:
-    """Return the `count` longest of the first `scan` documents, each cut to `length + 1` tokens: [tokens]
-    each.
+    """Return the `count` longest of the first `scan` documents, [tokens] each, cut to `length + 1` tokens.
 
     Of documents that reach the cut the first ones are taken. None for `count` or `scan` means all.
     """
@@ -134,7 +133,7 @@ def packed(
     prefix: Sequence[int],
     scan: int | None,
     progress: bool,
-    least: int = 1,
+    min_length: int = 1,
 ) -> tuple[list[np.ndarray], list[Spans]]:
     """Join the documents in order, with `prefix` between two of them, and cut them to sequences.
 
@@ -145,18 +144,18 @@ def packed(
     Args:
         documents: token ids, [tokens] each.
         count: number of sequences; None: all that the documents fill, with the longest length of which there
-            are 32; without such a length, with `least` or the shortest length.
+            are 32; without such a length, with `min_length` or the shortest length.
         lengths: targets of a sequence.
         prefix: the separator between documents, or nothing.
         scan: most documents to read; None: all.
         progress: show a progress bar over documents.
-        least: least length of sequences where `count` is None.
+        min_length: shortest length of sequences where `count` is None, if it is one of `lengths`.
 
     Returns:
         [tokens] each, and the documents in each; the separator after a document counts as its last token.
     """
-    more = 0 if prefix else 1  # without a prefix, the first token of a sequence is context only
-    wanted = None if count is None else count * (max(lengths) + more)
+    untargeted = 0 if prefix else 1  # without a prefix, the first token of a sequence is context only
+    wanted = None if count is None else count * (max(lengths) + untargeted)
     tokens, starts = array("I"), []
     for document in _scanned(documents, scan, progress):
         if not len(document):
@@ -173,9 +172,9 @@ def packed(
     stream = np.frombuffer(tokens, TOKEN)[:wanted]
     length = max(lengths)
     if count is None:
-        enough = [n for n in lengths if len(stream) >= LEAST_SEQUENCES * (n + more)]
-        length = max([least if least in lengths else min(lengths), *enough])
-    return _cut(stream, starts, min(length + more, len(stream)))
+        reached = [n for n in lengths if len(stream) >= LEAST_SEQUENCES * (n + untargeted)]
+        length = max([min_length if min_length in lengths else min(lengths), *reached])
+    return _cut(stream, starts, min(length + untargeted, len(stream)))
 
 
 def recut(
@@ -210,7 +209,7 @@ def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: in
     for row, document in zip(ids, documents, strict=True):
         head, tail = prefix[start:stop], document[max(start - shift, 0) : max(stop - shift, 0)]
         row[: len(head)] = head
-        row[len(head) :][: len(tail)] = tail
+        row[len(head) : len(head) + len(tail)] = tail
     return torch.from_numpy(ids)
 
 

@@ -76,14 +76,13 @@ def _measure(
         batch = task.batch(range(start, min(start + settings.batch_size, settings.sequences)))
         logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
         scores.append(TaskScore.of(task, logits, batch))
-    total = reduce(add, [score for part in ranks.gather(scores) for score in part])
-    common = {"documents": settings.sequences, "higher_is_better": True}
-    data = trained.kind, trained.options, trained.tests.get(name), name, settings.sequences
-    common["fingerprint"] = repr(data)  # without the settings of training, which do not change the test
-    chance = {"token_accuracy": task.chance}
-    scores = [
-        Score("expressivity", name, metric, value, chance=chance.get(metric), **common)
-        for metric, value in total.scalars(task).items()
-    ]
-    note = f"Task {trained.kind}, {trained.options}, trained on {trained.train}."
-    return Measured(scores, notes=[note], accuracy={name: total.curve(task)})
+    total = reduce(add, [score for of_rank in ranks.gather(scores) for score in of_rank])
+    # The settings of training do not change the test set.
+    fingerprint = repr((trained.kind, trained.options, trained.tests.get(name), name, settings.sequences))
+    measured = Measured(accuracy={name: total.curve(task)})
+    for metric, value in total.scalars(task).items():
+        facts = {"documents": settings.sequences, "higher_is_better": True, "fingerprint": fingerprint}
+        chance = task.chance if metric == "token_accuracy" else None
+        measured.scores.append(Score("expressivity", name, metric, value, chance=chance, **facts))
+    measured.notes.append(f"Task {trained.kind}, {trained.options}, trained on {trained.train}.")
+    return measured

@@ -55,44 +55,48 @@ def grid(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iter
 
 
 def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
-    sets = unique(score.data for result in results for score in result.of("perplexity"))
+    sets = unique(score.data for result in results for score in result.in_section("perplexity"))
     if not sets:
         return False
     metric = _metric(results)
     panels = unique(sorted(curve.length for result in results for curve in result.curves))
     lengths = _lengths(results, "perplexity")
     with grid(file, 1 + len(panels), len(sets), (4.2, 3.0)) as axes:
-        for data, (panel, *along) in zip(sets, axes.T, strict=True):
+        for data, (by_length, *by_position) in zip(sets, axes.T, strict=True):
             for i, result in enumerate(results):
-                scores = [s for s in result.of("perplexity") if (s.data, s.metric) == (data, metric)]
+                scores = [s for s in result.in_section("perplexity") if (s.data, s.metric) == (data, metric)]
                 # Lengths with different sequences average different text, so no line joins them.
                 for j, (_, group) in enumerate(groupby(scores, key=attrgetter("sequences"))):
-                    _line(panel, i, None if j else result.name, _points(group), **MARKERS)
-            panel.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
-            _length_axis(panel, lengths, "context length (tokens)")
-            _bound(panel)
-            for length, below in zip(panels, along, strict=True):
-                for i, result in enumerate(results):
-                    for curve in result.curves:
-                        if (curve.data, curve.metric, curve.length) == (data, metric, length):
-                            middles = np.convolve(curve.edges, [0.5, 0.5], "valid")
-                            _line(below, i, result.name, (middles, curve.value, curve.low, curve.high))
-                            where = {"ha": "right", "va": "top", "transform": below.transAxes}
-                            below.text(0.97, 0.95, f"n = {curve.sequences}", fontsize=7, color="0.4", **where)
-                below.set_xlabel("position (tokens)")
-                if any(16 * (result.trained_length or length) <= length for result in results):
-                    below.set_xscale("log", base=2)
-                _bound(below)
-                below.set_visible(bool(below.lines))
+                    _line(by_length, i, None if j else result.name, _points(group), **MARKERS)
+            by_length.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
+            _length_axis(by_length, lengths, "context length (tokens)")
+            for panel, length in zip(by_position, panels, strict=True):
+                _draw_positions(panel, results, (data, metric, length))
         for panel in axes.flat:
+            _fit_y_axis(panel)
             panel.set_ylabel(metric.replace("_", " "))
             _mark_training(panel, results)
     return True
 
 
+def _draw_positions(panel: Axes, results: Sequence[EvalResult], key: tuple[str, str, int]) -> None:
+    """Plot the curves of (data, metric, length) along the positions. Hide the panel if there are none."""
+    for i, result in enumerate(results):
+        for curve in result.curves:
+            if (curve.data, curve.metric, curve.length) == key:
+                middles = np.convolve(curve.edges, [0.5, 0.5], "valid")
+                _line(panel, i, result.name, (middles, curve.value, curve.low, curve.high))
+                corner = {"ha": "right", "va": "top", "transform": panel.transAxes}
+                panel.text(0.97, 0.95, f"n = {curve.sequences}", fontsize=7, color="0.4", **corner)
+    panel.set_xlabel("position (tokens)")
+    if any(16 * (result.trained_length or key[2]) <= key[2] for result in results):
+        panel.set_xscale("log", base=2)
+    panel.set_visible(bool(panel.lines))
+
+
 def _metric(results: Sequence[EvalResult]) -> str:
     """Return `bits_per_byte` if the models read other tokens of one set and all bytes are known."""
-    scores = [(result, score) for result in results for score in result.of("perplexity")]
+    scores = [(result, score) for result in results for score in result.in_section("perplexity")]
     prints = {(score.data, score.fingerprint) for _, score in scores}
     same_tokens = len(prints) == len({data for data, _ in prints})
     bytes_known = all(r.find("perplexity", s.data, "bits_per_byte", s.length) for r, s in scores)
@@ -118,7 +122,7 @@ def _line(panel: Axes, i: int, label: str | None, points: Iterable[Sequence], **
             panel.fill_between(x, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
 
 
-def _bound(panel: Axes) -> None:
+def _fit_y_axis(panel: Axes) -> None:
     """Use a logarithmic axis if values differ by more than ten times; cut bands far above all values."""
     values = [y for line in panel.lines for y in line.get_ydata()]
     if values and max(values) > 10 * min(values) > 0:
@@ -136,11 +140,12 @@ def _mark_training(panel: Axes, results: Sequence[EvalResult]) -> None:
 
 
 def _lengths(results: Sequence[EvalResult], section: str) -> list[int]:
-    return sorted({score.length for result in results for score in result.of(section)})
+    return sorted({score.length for result in results for score in result.in_section(section)})
 
 
 def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
-    length_axis(panel, lengths if len(lengths) <= 8 else lengths[::-2][::-1])
+    every_second = lengths[(len(lengths) + 1) % 2 :: 2]  # with the longest
+    length_axis(panel, lengths if len(lengths) <= 8 else every_second)
     panel.set_xlabel(label)
 
 
@@ -163,14 +168,14 @@ def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
 
 
 def _needles(file: Path, results: Sequence[EvalResult]) -> bool:
-    names = [score.data.split("/") for result in results for score in result.of("needle")]
+    names = [score.data.split("/") for result in results for score in result.in_section("needle")]
     if not names:
         return False
     tasks, prompts = (unique(name[i] for name in names) for i in (0, 1))
     with grid(file, len(prompts), len(tasks), (3.6, 2.8)) as axes:
         for panel, (prompt, task) in zip(axes.flat, product(prompts, tasks), strict=True):
             for i, result in enumerate(results):
-                scores = [s for s in result.of("needle") if s.data == f"{task}/{prompt}"]
+                scores = [s for s in result.in_section("needle") if s.data == f"{task}/{prompt}"]
                 if scores:
                     _line(panel, i, result.name, _points(scores), **MARKERS)
             _length_axis(panel, _lengths(results, "needle"), "length (tokens)")
@@ -188,7 +193,7 @@ def _columns(results: Sequence[EvalResult]) -> list[Column]:
     return columns or unique(
         Column(f"{score.data}\n{score.metric}", score.data, score.metric)
         for result in results
-        for score in result.of("tasks")
+        for score in result.in_section("tasks")
         if "perplexity" not in score.metric and 0 <= score.value <= 1
     )
 

@@ -108,25 +108,46 @@ class FlaTrainLM(HFLM):
         if self._ours and self.batch_size == "auto":
             self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)
         self._truncated: set[str] = set()
-        self._ranks = ranks or Ranks(self.rank, self.world_size)
-        self._rank, self._world_size = self._ranks.rank, self._ranks.world
+        self.ranks = ranks or Ranks(self.rank, self.world_size)
+        self._rank, self._world_size = self.ranks.rank, self.ranks.world  # which lm-eval reads
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's values, one after the other."""
-        return torch.cat([values.reshape(-1) for values in self._ranks.gather(tensor.cpu())])
+        return torch.cat([values.reshape(-1) for values in self.ranks.gather(tensor.cpu())])
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
-        self._ranks.gather(None)
+        self.ranks.gather(None)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list | None:
         """Return every rank's `obj` on rank `dst`, None on the others."""
-        values = self._ranks.gather(obj)
+        values = self.ranks.gather(obj)
         return values if self.rank == dst else None
+
+    def evaluate(self, loaded: dict, manager: TaskManager, options: dict[str, Any]) -> dict | None:
+        """Return lm-eval's results of tasks and groups that `manager` has loaded; None if not on rank 0."""
+        tasks, groups = loaded["tasks"], loaded["groups"]
+        children = {child for names in loaded["group_map"].values() for child in names}
+        # lm-eval fails on a rank without examples, so rank 0 runs small tasks alone.
+        sizes = (
+            min(len(t.eval_docs), get_sample_size(t, options["limit"]) or math.inf) for t in tasks.values()
+        )
+        alone = min(sizes, default=math.inf) < self.ranks.world
+        self._world_size = 1 if alone else self.ranks.world
+        if alone and self.rank:
+            return None
+        return simple_evaluate(
+            self,
+            tasks=[task for name, task in (groups | tasks).items() if name not in children],
+            task_manager=manager,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=True,  # for their hashes and contributions
+            **options,
+        )
 
     def pop_truncated(self) -> int:
         """Return the number of prompts that lost their beginning since the last call, on all ranks."""
-        prompts = set().union(*self._ranks.gather(self._truncated))
+        prompts = set().union(*self.ranks.gather(self._truncated))
         self._truncated = set()
         return len(prompts)
 
@@ -206,24 +227,7 @@ def task_jobs(
         try:
             with local_datasets(mirror), redirect_stdout(sys.stderr):  # stdout is for the table
                 loaded = manager.load([name])
-                # lm-eval fails on a rank without examples, so rank 0 runs small tasks alone.
-                few = any(
-                    min(len(task.eval_docs), get_sample_size(task, suite.limit) or math.inf) < lm._ranks.world
-                    for task in loaded["tasks"].values()
-                )
-                lm._world_size = 1 if few else lm._ranks.world
-                children = {child for names in loaded["group_map"].values() for child in names}
-                everything = {**loaded["groups"], **loaded["tasks"]}
-                results = None
-                if not (few and lm.rank):
-                    results = simple_evaluate(
-                        lm,
-                        tasks=[item for key, item in everything.items() if key not in children],
-                        task_manager=manager,
-                        bootstrap_iters=BOOTSTRAP,
-                        log_samples=True,  # for their hashes and contributions
-                        **options,
-                    )
+                results = lm.evaluate(loaded, manager, options)
         except OTHER_RANK:
             raise
         except Exception as failure:  # a data set's code may raise anything; the other tasks still run

@@ -117,19 +117,29 @@ def essays(path: str | None, text_column: str, tokenizer: PreTrainedTokenizerBas
 
 
 def make_sample(
+    config: NeedleConfig,
     task: str,
-    haystack: Haystack,
-    tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     length: int,
     number: int,
-    config: NeedleConfig,
+    haystack: Haystack,
+    tokenizer: PreTrainedTokenizerBase,
     prefix: Sequence[int] = (),
 ) -> Sample:
     """Return sample `number`, a function of the arguments alone.
 
     Prompt and answer have at most `length` tokens together, and about as many as fit. Samples alternate
     between `config.depths`.
+
+    Args:
+        config: depths, seed and tokens of the answer.
+        task: key of `KINDS`.
+        prompt: key of `PROMPTS`.
+        length: tokens of prompt and answer.
+        number: of the sample, from 0.
+        haystack: text to hide the needle in.
+        tokenizer: of the model.
+        prefix: tokens before the prompt.
 
     Raises:
         ValueError: `length` leaves no room for a haystack.
@@ -143,9 +153,9 @@ def make_sample(
     starts = np.flatnonzero(np.roll(haystack.ends, 1))  # units that begin a sentence
     start = int(draw.choice(starts)) if len(starts) else 0
     depth = config.depths[number % len(config.depths)]
+    needle = NEEDLE.format(kind=kind, key=key, value=value)
 
     def write(count: int) -> tuple[str, list[int]]:
-        needle = NEEDLE.format(kind=kind, key=key, value=value)
         text = PROMPTS[prompt].format(kind=kind, key=key, text=haystack.text(start, count, needle, depth))
         return text, encode(tokenizer, [text])[0]
 
@@ -184,16 +194,16 @@ def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
         files = describe_files(find_files(config.essays)) if config.essays else None
     for task, prompt, length in product(config.tasks, config.prompts, lengths):
         haystack, read = (noise, None) if task == "niah_single_1" else (texts, files)
-        work = partial(_ask, session, config, task, haystack, prompt, length)
+        work = partial(_measure, session, config, task, prompt, length, haystack)
         yield Job("needle", f"{task}/{prompt}/{length}", settings | {"files": read}, work)
 
 
-def _ask(
-    session: Session, config: NeedleConfig, task: str, haystack: Haystack, prompt: str, length: int
+def _measure(
+    session: Session, config: NeedleConfig, task: str, prompt: str, length: int, haystack: Haystack
 ) -> Measured:
     model, tokenizer, ranks = session.model, session.tokenizer, session.ranks
     samples = [
-        make_sample(task, haystack, tokenizer, prompt, length, number, config, session.prefix)
+        make_sample(config, task, prompt, length, number, haystack, tokenizer, session.prefix)
         for number in range(ranks.rank, config.samples, ranks.world)
     ]
 
@@ -211,8 +221,8 @@ def _ask(
             digest = hashlib.sha256(f"{sample.prompt}\0{sample.value}".encode()).hexdigest()
             outcomes.append((int(sample.value.lower() in text.lower()), digest))
 
-    gathered = ranks.gather(outcomes)
-    outcomes = [part[i] for i in range(len(gathered[0])) for part in gathered if i < len(part)]
+    gathered = ranks.gather(outcomes)  # back into the order of the samples, of which rank 0 has the most
+    outcomes = [of_rank[i] for i in range(len(gathered[0])) for of_rank in gathered if i < len(of_rank)]
     correct = [right for right, _ in outcomes]
     low, high = proportion_interval(sum(correct), len(correct))
     score = Score(

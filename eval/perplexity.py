@@ -142,8 +142,8 @@ def loss_table(
     lengths = [max(e for e in edges if e <= max(len(prefix) + len(s) - 1, 0)) for s in sequences]
     longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
-    if lengths and lengths[first := longest_first[0]] > chunk and not ours:
-        ids = stacked([sequences[first]], prefix, 0, min(lengths[first], TRIED))
+    if max(lengths, default=0) > chunk and not ours:
+        ids = stacked([sequences[longest_first[0]]], prefix, 0, min(max(lengths), TRIED))
         if problem := find_cache_problem(model, ids, chunk):
             limits = f"the model ({model.config.model_type}) {problem} and reads at most {chunk:,} tokens"
             raise ValueError(f"{limits}: raise suite.perplexity.chunk to the longest length")
@@ -191,15 +191,17 @@ def find_cache_problem(model: PreTrainedModel, ids: Tensor, chunk: int) -> str |
         except Exception as failure:  # whole documents in one chunk may still work
             return f"fails with its cache ({described(failure)[:200]})"
         parts.append(logits)
+    # Logits of the second half: from chunks, from one pass, and from a pass that has not read the first half.
     carried = torch.cat(parts, dim=1)[:, half:].double()
     whole = forward(model, ids, {}, keep=False)[0][:, half:].double()
-    unread = forward(model, ids[:, half:], {}, keep=False)[0].double() - whole
-    error = carried - whole
-    late = error.shape[1] // 2  # before that a short convolution, whose state is kept, hides the loss
-    late_error, least = error[:, late:].norm(), 8 * torch.finfo(model.dtype).eps * whole[:, late:].norm()
+    alone = forward(model, ids[:, half:], {}, keep=False)[0].double()
     rounding = (COARSE_ROUNDING if model.dtype.itemsize < 4 else ROUNDING) * whole.norm()
-    lost = error.norm() > rounding or late_error > max(0.5 * unread[:, late:].norm(), least)
-    return "loses its state between chunks" if lost else None
+    if (carried - whole).norm() > rounding:
+        return "loses its state between chunks"
+    # In earlier positions a short convolution, whose state is kept, hides the loss of another state.
+    carried, whole, alone = (logits[:, logits.shape[1] // 2 :] for logits in (carried, whole, alone))
+    bound = max(0.5 * (alone - whole).norm(), 8 * torch.finfo(model.dtype).eps * whole.norm())
+    return "loses its state between chunks" if (carried - whole).norm() > bound else None
 
 
 def forward(

@@ -154,7 +154,7 @@ class EvalResult(Measured):
         key = (section, data, metric, length)
         return next((score for score in self.scores if score.key == key), None)
 
-    def of(self, section: str) -> list[Score]:
+    def in_section(self, section: str) -> list[Score]:
         """Return the scores of a section."""
         return [score for score in self.scores if score.section == section]
 
@@ -193,11 +193,11 @@ def find_result(place: str | Path) -> EvalResult:
         ValueError: there is none, or it is damaged.
     """
     folder = Path(place).expanduser()
-    files = [folder / "results.json"] if (folder / "results.json").is_file() else []
-    for file in files or sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime):
-        if not files and not read_json(file).get("scores"):
-            continue  # it has only errors
-        return EvalResult.load(file)
+    if (folder / "results.json").is_file():
+        return EvalResult.load(folder / "results.json")
+    for file in sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime):
+        if read_json(file).get("scores"):  # otherwise it has only errors
+            return EvalResult.load(file)
     raise ValueError(f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder")
 
 

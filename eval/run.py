@@ -15,11 +15,11 @@ from fla_train.eval.expressivity import expressivity_jobs, trained_task
 from fla_train.eval.figures import draw_figures
 from fla_train.eval.needle import needle_jobs
 from fla_train.eval.parallel import ALONE, Ranks
+from fla_train.eval.perplexity_sweep import perplexity_jobs
 from fla_train.eval.result import EvalResult, find_result, unique
 from fla_train.eval.result_cache import Job, describe_code, run_jobs
 from fla_train.eval.session import Session
 from fla_train.eval.sets import mirror_folder
-from fla_train.eval.sweep import perplexity_jobs
 from fla_train.eval.tables import write_tables
 from fla_train.hub.checkpoint_config import resolve_checkpoint
 from fla_train.hub.load import load_model, load_weights, recorded_length, trained_length

@@ -49,9 +49,10 @@ def section_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     for section, title in SECTIONS.items():
         rows = []
         keys = ["data", "length", "metric"]
-        for key, group in table[table.section == section].groupby(keys, sort=False, dropna=False):
-            length = "-" if pd.isna(key[1]) else f"{key[1]:,}"
-            cells = {"data": key[0], "length": length, "metric": key[2], "chance": number(group.chance.max())}
+        groups = table[table.section == section].groupby(keys, sort=False, dropna=False)
+        for (data, length, metric), group in groups:
+            cells = {"data": data, "length": "-" if pd.isna(length) else f"{length:,}", "metric": metric}
+            cells["chance"] = number(group.chance.max())
             cells |= dict.fromkeys([*names, *(f"{name}: difference" for name in names[1:])], "-")
             for score in group.itertuples():
                 cells[score.evaluation] = with_error(score.value, score.stderr)
@@ -59,6 +60,7 @@ def section_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
                     text = with_error(score.difference, score.difference_stderr, "+.4f")
                     cells[f"{score.evaluation}: difference"] = f"{text} {score.mark}".strip()
             if len(names) == 1:
+                score = group.iloc[-1]  # the only one
                 known = not pd.isna(score.low)
                 cells["95% interval"] = f"{number(score.low)} to {number(score.high)}" if known else "-"
                 cells["documents"] = str(score.documents)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
 from fla_train.eval import documents as documents_module
-from fla_train.eval import sweep as sweep_module
+from fla_train.eval import perplexity_sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.documents import run_data, validation_documents
 from fla_train.eval.result import EvalResult

@@ -92,13 +92,13 @@ def test_all_of_the_documents_are_cut_to_the_longest_length_of_which_there_are_e
     """And to the training length at least."""
     documents = [np.full(100, i) for i in range(20)]  # 2,019 tokens with the separators
 
-    def sizes(lengths: list[int], least: int = 1) -> set[tuple[int, int]]:
-        found, _ = packed(iter(documents), None, lengths, [2], None, progress=False, least=least)
+    def sizes(lengths: list[int], min_length: int = 1) -> set[tuple[int, int]]:
+        found, _ = packed(iter(documents), None, lengths, [2], None, progress=False, min_length=min_length)
         return {(len(found), len(sequence)) for sequence in found}
 
     assert sizes([32, 62, 63, 64, 2048]) == {(32, 63)}  # 32 of 64 would be 2,048
-    assert sizes([32, 500], least=500) == {(4, 500)}
-    assert sizes([500, 900], least=4) == {(4, 500)}
+    assert sizes([32, 500], min_length=500) == {(4, 500)}
+    assert sizes([500, 900], min_length=4) == {(4, 500)}
 
 
 def test_cutting_again_is_as_packing_to_that_length() -> None:

@@ -56,7 +56,7 @@ def test_samples_fit_and_can_be_answered(task: str, prompt: str, haystacks, toke
     unit = len(NOISE) if task == "niah_single_1" else 40  # a word of the essays and some more
     values = set()
     for number, depth in enumerate([0, 50, 100, 0]):
-        sample = make_sample(task, haystacks[task], tokenizer, prompt, 700, number, CONFIG, prefix=[2])
+        sample = make_sample(CONFIG, task, prompt, 700, number, haystacks[task], tokenizer, prefix=[2])
         assert 640 - unit - 1 <= len(sample.tokens) <= 640
         assert sample.tokens == (2, *encode(tokenizer, [sample.prompt])[0])
         pattern = rf"One of the special magic {kind}s for (\w+-\w+) is: (\S+)\.(?!\w)"
@@ -77,7 +77,7 @@ def test_samples_fit_and_can_be_answered(task: str, prompt: str, haystacks, toke
         values.add(value)
     assert len(values) == 4
     with pytest.raises(ValueError, match=r"suite\.needle\.lengths"):
-        make_sample(task, haystacks[task], tokenizer, prompt, 120, 0, CONFIG)
+        make_sample(CONFIG, task, prompt, 120, 0, haystacks[task], tokenizer)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
     length = max(config.lengths)
     if config.layout == "packed":
         wanted = (config.documents, config.lengths, prefix, config.scan, session.progress)
-        documents, spans = packed(stream, *wanted, least=trained or 1)
+        documents, spans = packed(stream, *wanted, min_length=trained or 1)
     else:
         documents = longest(stream, config.documents, length, config.scan, session.progress)
         spans = [((d, 0),) for d in range(len(documents))]
