@@ -48,9 +48,7 @@ def trained_task(
         raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
     task = TaskConfig(**node)
     if is_custom(task.kind) and permitted != task.kind and not trust:
-        raise ValueError(
-            f"name suite.expressivity.task={task.kind} yourself: it is code that a file may not choose"
-        )
+        raise ValueError(f"add suite.expressivity.task={task.kind}: it is code, which a file may not choose")
     return task
 
 

@@ -126,12 +126,10 @@ class FlaTrainLM(HFLM):
 
     def evaluate(self, loaded: dict, manager: TaskManager, options: dict[str, Any]) -> dict | None:
         """Return lm-eval's results of tasks and groups that `manager` has loaded; None if not on rank 0."""
-        tasks, groups = loaded["tasks"], loaded["groups"]
+        tasks, groups, limit = loaded["tasks"], loaded["groups"], options["limit"]
         children = {child for names in loaded["group_map"].values() for child in names}
         # lm-eval fails on a rank without examples, so rank 0 runs small tasks alone.
-        sizes = (
-            min(len(t.eval_docs), get_sample_size(t, options["limit"]) or math.inf) for t in tasks.values()
-        )
+        sizes = (min(len(t.eval_docs), get_sample_size(t, limit) or math.inf) for t in tasks.values())
         alone = min(sizes, default=math.inf) < self.ranks.world
         self._world_size = 1 if alone else self.ranks.world
         if alone and self.rank:
@@ -262,9 +260,7 @@ def task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskM
         unknown = [name for name in names if not manager.match_tasks([name])]
         if not unknown:
             return manager
-    raise ValueError(
-        f"lm-eval has no task {', '.join(unknown)}: see `lm-eval ls tasks`, or set suite.include_path"
-    )
+    raise ValueError(f"lm-eval has no {', '.join(unknown)}: see `lm-eval ls tasks` or suite.include_path")
 
 
 def _definitions(include_path: str | None) -> list:

@@ -185,9 +185,8 @@ def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
     lengths = [length for length in sorted(config.lengths) if limit is None or length <= limit]
     if not lengths:
         raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.needle.lengths")
-    settings = {
-        k: v for k, v in asdict(config).items() if k not in ("tasks", "prompts", "lengths", "batch_size")
-    }
+    of_jobs = ("tasks", "prompts", "lengths", "batch_size")
+    settings = {name: value for name, value in asdict(config).items() if name not in of_jobs}
     noise, texts, files = Haystack.of([NOISE], "\n", tokenizer), None, None
     if {*config.tasks} - {"niah_single_1"}:
         texts = essays(config.essays, config.text_column, tokenizer)

@@ -69,9 +69,8 @@ def paper_table(results: Sequence[EvalResult]) -> pd.DataFrame | None:
     heads = [head for head in HEADS if any(head in row for row in ours.values())]
     if not heads:
         return None
-    rows = published()[1] | {
-        name: {head: _cell(head, row.get(head)) for head in heads} for name, row in ours.items()
-    }
+    cells = {name: {head: _cell(head, row.get(head)) for head in heads} for name, row in ours.items()}
+    rows = published()[1] | cells
     return pd.DataFrame([{"model": name} | {head: row[head] for head in heads} for name, row in rows.items()])
 
 

@@ -126,10 +126,8 @@ def _of_group(
     by_size = {config.metric: config.weight_by_size for config in group.aggregate_metric_list or ()}
     for label, metric, _, value, error in _metrics(results, name):
         scores = [score for member in members for score in by_name[member] if score.metric == label]
-        means = all(
-            AGGREGATIONS.get(members[score.data].aggregation().get(metric, mean)) == "mean"
-            for score in scores
-        )
+        aggregations = [members[score.data].aggregation().get(metric, mean) for score in scores]
+        means = all(AGGREGATIONS.get(aggregation) == "mean" for aggregation in aggregations)
         contributions: list[float] = []
         if scores and means and all(score.by_document for score in scores):
             contributions = _of_strata(value, [s.by_document for s in scores], by_size.get(metric, True))

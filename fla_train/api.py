@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from fla_train.cli import app
 from fla_train.cli.base import with_base
 from fla_train.cli.eval import register as register_eval
-from fla_train.cli.overrides import as_written
+from fla_train.cli.overrides import quote_values
 from fla_train.data.mixture import Dataset
 from fla_train.data.sampler import PackedDataset
 from fla_train.eval.config import SuiteConfig
@@ -43,7 +43,7 @@ def compose(*overrides: str, config_dir: str | None = None) -> TrainConfig:
     if other := [text for text in overrides if not isinstance(text, str)]:
         raise ValueError(f"overrides are strings, compose('a=1', 'b=2'): got {other[0]!r}")
     register()
-    words = with_base(as_written("train", overrides), config_dir=config_dir)
+    words = with_base(quote_values("train", overrides), config_dir=config_dir)
     return to_config(app.compose("train", words, config_dir=config_dir), words)
 
 
@@ -108,7 +108,7 @@ def check_suite(
     """
     register_eval()
     try:
-        words = as_written("eval", [assign("suite", suite), *as_data(options)])
+        words = quote_values("eval", [assign("suite", suite), *as_data(options)])
         config = OmegaConf.to_object(app.compose("eval", words))
         require_valid(config.suite, "suite.")
         if config.suite.expressivity is not None:

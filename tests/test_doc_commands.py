@@ -17,11 +17,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from fla_train.api import check_suite
-from fla_train.cli import app, compare_models, doctor, export, generate, prepare, runs, train_list
+from fla_train.cli import app, comparison_config, doctor, export, generate, prepare, runs, train_list
 from fla_train.cli import eval as eval_command
 from fla_train.cli.base import with_base
 from fla_train.cli.bench import parse
-from fla_train.cli.overrides import as_written
+from fla_train.cli.overrides import quote_values
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.export import export_model
@@ -122,7 +122,7 @@ def check(words: list[str]) -> None:
                 at = overrides.index("--config-dir")
                 options, overrides = overrides[at : at + 2], [*overrides[:at], *overrides[at + 2 :]]
             for job in jobs(overrides):
-                given, written = {"config_dir": options[1]}, as_written("train", job)
+                given, written = {"config_dir": options[1]}, quote_values("train", job)
                 config = to_config(app.compose("train", with_base(written, **given), **given))
                 resolve(config)
                 if config.trainer.suite_every:
@@ -138,21 +138,21 @@ def check(words: list[str]) -> None:
             check(["fla-train", *overrides, *SCRIPTS_ADD])
         case ["fla-prepare", *overrides]:
             prepare.register()
-            config = app.compose("prepare", with_base(as_written("prepare", overrides)))
+            config = app.compose("prepare", with_base(quote_values("prepare", overrides)))
             assert not find_errors(OmegaConf.to_object(config.data), "data.")
         case ["fla-eval", "compare", *places]:
             assert len([place for place in places if "=" not in place]) > 1
         case ["fla-eval", *overrides]:
             eval_command.register()
-            config = OmegaConf.to_object(app.compose("eval", as_written("eval", overrides)))
+            config = OmegaConf.to_object(app.compose("eval", quote_values("eval", overrides)))
             assert config.checkpoint and not find_errors(config.suite, "suite.")
         case ["fla-export", *overrides]:
             export.register()
-            config = OmegaConf.to_object(app.compose("export", as_written("export", overrides)))
+            config = OmegaConf.to_object(app.compose("export", quote_values("export", overrides)))
             assert config.checkpoint and (config.output or config.hub.repo_id)
         case ["fla-generate", *overrides]:
             generate.register()
-            config = app.compose("generate", as_written("generate", overrides))
+            config = app.compose("generate", quote_values("generate", overrides))
             assert not find_errors(OmegaConf.to_object(config))
         case ["fla-bench", *arguments]:
             _, options = parse(arguments)
@@ -166,8 +166,8 @@ def check(words: list[str]) -> None:
             if (ROOT / request.list).exists():
                 assert train_list.read_list(ROOT / request.list)
         case ["fla-runs", "compare", *arguments]:
-            request = compare_models.build_parser().parse_intermixed_args(arguments)
-            assert compare_models.read_comparison(ROOT / request.file, request.overrides)
+            request = comparison_config.build_parser().parse_intermixed_args(arguments)
+            assert comparison_config.read_comparison(ROOT / request.file, request.overrides)
         case ["fla-runs", *arguments]:
             runs.build_parser().parse_args(arguments)
         case _:

@@ -134,9 +134,8 @@ class Source:
         results = results if isinstance(results, tuple) else (results,)
         for leaf in case.leaves.values():
             leaf.requires_grad_()
-        gradients = {
-            name: self.normal(*y.shape, dtype=y.dtype) for name, y in zip(outputs, results, strict=True)
-        }
+        named = zip(outputs, results, strict=True)
+        gradients = {name: self.normal(*y.shape, dtype=y.dtype) for name, y in named}
         return replace(case, output_gradients=gradients)
 
 

@@ -91,9 +91,8 @@ def run(options: Train, report: Report, compose: Compose) -> None:
         f"{trainer.micro_batch_size} x {trainer.seq_len} tokens on each of {processes} processes "
         "(trainer.global_batch_tokens, .micro_batch_size, .seq_len)"
     )
-    rows = report.table(
-        "rows", COLUMNS, _rows(options, config, None if config.launch.device == "cpu" else report.ceilings)
-    )
+    ceilings = None if config.launch.device == "cpu" else report.ceilings
+    rows = report.table("rows", COLUMNS, _rows(options, config, ceilings))
     if all("note" in row for row in rows):
         raise ValueError(rows[0]["note"])
     if any(row.get("times") for row in rows):

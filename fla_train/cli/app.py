@@ -23,10 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from fla_train.cli.overrides import (
     GROUPS,
     addition_errors,
-    as_written,
     one_line,
     options,
     override_errors,
+    quote_values,
     repository,
     sample_jobs,
 )
@@ -201,7 +201,7 @@ def run_hydra(
         return
     if not (flags.hydra_help or flags.shell_completion):
         check = check_sweep if flags.multirun else compose
-        overrides = as_written(config_name, overrides, sweep=flags.multirun)
+        overrides = quote_values(config_name, overrides, sweep=flags.multirun)
         if extend is not None:
             overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
         check(config_name, overrides, config_dir=config_dir)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ConfigDefault, GroupDefault
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from fla_train.cli.app import compose
@@ -54,14 +55,10 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         base = _of_weights(str(weights), with_model="model" not in chosen)
     else:
         return list(overrides)
-    if classes := {key: value for key, value in named_classes(base).items() if key not in by_key}:
-        sections = tuple(key.partition(".")[0] + "." for key in classes)  # their keys may be the base's only
-        kept = (o for o in parsed if not (o.is_sweep_override() or o.key_or_group.startswith(sections)))
-        composed = compose("train", [o.input_line for o in kept], config_dir=config_dir)
-        named = named_classes(OmegaConf.to_container(composed))
-        if missing := [assign(key, value) for key, value in classes.items() if named.get(key) != value]:
-            reason = f"{run or weights} names code, and a folder does not choose imports"
-            raise ValueError(f"{reason}: add {shlex.join(missing)}")
+    classes = {key: value for key, value in named_classes(base).items() if key not in by_key}
+    if missing := _unnamed_classes(classes, parsed, config_dir):
+        reason = f"{run or weights} names code, and a folder does not choose imports"
+        raise ValueError(f"{reason}: add {shlex.join(missing)}")
     ConfigStore.instance().store(group="base", name="saved", node=escaped(base), package="_global_")
     # The base's model is merged into the option of `model`, whose keys must be those of its kind.
     kind = ["model=hf/any"] if "source" in base.get("model", {}) else []
@@ -73,6 +70,19 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
             reason = f"{run} does not decide what is published, or which machines train"
             print(f"{reason}; to keep: {shlex.join(options)}", file=sys.stderr)
     return overrides
+
+
+def _unnamed_classes(
+    classes: dict[str, str], overrides: Sequence[Override], config_dir: str | None
+) -> list[str]:
+    """Return as overrides the classes of a base that the command, with its config files, does not name."""
+    if not classes:
+        return []
+    sections = tuple(key.partition(".")[0] + "." for key in classes)  # their keys may be the base's only
+    kept = (o for o in overrides if not (o.is_sweep_override() or o.key_or_group.startswith(sections)))
+    composed = compose("train", [o.input_line for o in kept], config_dir=config_dir)
+    named = named_classes(OmegaConf.to_container(composed))
+    return [assign(key, value) for key, value in classes.items() if named.get(key) != value]
 
 
 def _is_left_to_the_command(key: str, value: Any) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fla_train.bench.options import COMMANDS
 from fla_train.cli.app import compose, plain_errors
-from fla_train.cli.overrides import as_written
+from fla_train.cli.overrides import quote_values
 from fla_train.cli.version import add_version
 from fla_train.training.config import register, to_config
 
@@ -107,7 +107,7 @@ def run(arguments: Sequence[str]) -> None:
 def _compose(overrides: Sequence[str]) -> Any:
     """Compose a training config."""
     register()
-    return to_config(compose("train", as_written("train", overrides)))
+    return to_config(compose("train", quote_values("train", overrides)))
 
 
 @plain_errors()

@@ -17,7 +17,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from fla_train.api import check_suite, compose
-from fla_train.cli.compare_models import FIRST, MULTIPLE, ComparisonConfig, SizeConfig, read_comparison
+from fla_train.cli.comparison_config import FIRST, MULTIPLE, ComparisonConfig, SizeConfig, read_comparison
 from fla_train.cli.train_list import Job, exit_status, gpu_slots, run_jobs, status, training_job
 from fla_train.eval.model_comparison import DECODE, FALL, LOSS, fall_per_doubling, write_report
 from fla_train.eval.result import EvalResult
@@ -98,10 +98,11 @@ def run_state(folder: Path) -> str:
         return state
     run = Run(folder)
     most = run.settings["trainer.max_skipped_steps"]
-    # Skipped steps are always logged.
+    # Skipped steps are always logged, with their number so far. Between two of them that follow each other
+    # the number of steps that were not skipped is the same.
     records = [record for record in run.records if "skipped_steps" in record][-most:]
-    good_steps = {record["step"] - record["skipped_steps"] for record in records}
-    diverged = len(good_steps) == 1 and len(records) == most <= records[-1]["skipped_steps"]
+    trained_steps = {record["step"] - record["skipped_steps"] for record in records}
+    diverged = len(records) == most and len(trained_steps) == 1 and records[-1]["skipped_steps"] >= most
     return "diverged" if diverged else state
 
 
@@ -124,20 +125,19 @@ class Comparison:
 
     def __init__(self, config: ComparisonConfig, folder: Path, *, prepare: bool):
         self.config, self.folder, self.first_seed = config, folder, f"seed-{config.seeds[0]}"
-        suites = {name: check_suite(name, words, f"suites.{name}") for name, words in config.suites.items()}
+        suites = {name: check_suite(name, texts, f"suites.{name}") for name, texts in config.suites.items()}
         self.suites = {name: json.loads(json.dumps(asdict(suite))) for name, suite in suites.items()}
         # Plan of each model's run, and the override of its solved size.
         self.plans: dict[str, tuple[RunPlan, list[str]]] = {}
         # Overrides of all runs that may be needed.
         self.overrides: dict[str, list[str]] = {}
         target = None if config.parameters == FIRST else config.parameters
-        for name, words in config.models.items():
-            text = [*config.base, *words, f"trainer.max_tokens={config.tokens}"]
-            tasks = {task: [*words, *content.overrides] for task, content in config.tasks.items()}
+        data = "prepare" if prepare else "none"
+        for name, of_model in config.models.items():
+            on_text = [*config.base, *of_model, f"trainer.max_tokens={config.tokens}"]
+            tasks = {task: [*of_model, *content.overrides] for task, content in config.tasks.items()}
             try:
-                plan, size = plan_model(
-                    text, config.sizes.get(name), target, "prepare" if prepare else "none"
-                )
+                plan, size = plan_model(on_text, config.sizes.get(name), target, data)
                 for overrides in tasks.values():
                     resolve(compose(*overrides, *SINGLE))
             except ValueError as error:
@@ -145,22 +145,22 @@ class Comparison:
             self.plans[name] = plan, size
             if config.parameters == FIRST:
                 target = target or plan.parameters_held
-            runs = {f"lr-{r}": [*text, *size, f"optimizer.lr={r}"] for r in config.learning_rates}
+            runs = {f"lr-{r}": [*on_text, *size, f"optimizer.lr={r}"] for r in config.learning_rates}
             for run, overrides in (runs | tasks).items():
                 for seed in config.seeds:
                     self.overrides[f"{name}/{run}/seed-{seed}"] = [*overrides, f"seed={seed}"]
 
     def plan_text(self) -> str:
         """Return the models with their sizes, and the number of runs on text, of their tokens and hours."""
-        plans, runs = self.plans.items(), len(self.config.learning_rates) + len(self.config.seeds) - 1
-        tokens, jobs = self.config.tokens, self.config.jobs
-        # Runs that share a GPU overlap their starts and gaps, up to the utilization of a plan.
-        seconds = [START / jobs + max(3600 * p.gpu_hours, tokens / SPEED / jobs) for _, (p, _) in plans]
-        total = f"{runs * len(plans)} runs, {runs * len(plans) * tokens:,} tokens"
-        hours = f"about {runs * sum(seconds) / 3600:,.1f} hours of an H100"
-        lines = [f"{name:24} {p.parameters_held:>13,} parameters  {''.join(s)}" for name, (p, s) in plans]
-        lines.append(f"{total}, {hours}, besides tasks and suites ({START} s to start a run)")
-        return "\n".join(map(str.rstrip, lines))
+        lines, seconds, tokens, jobs = [], 0.0, self.config.tokens, self.config.jobs
+        for name, (plan, size) in self.plans.items():
+            lines.append(f"{name:24} {plan.parameters_held:>13,} parameters  {''.join(size)}".rstrip())
+            # Runs that share a GPU overlap their starts and gaps, up to the utilization of a plan.
+            seconds += START / jobs + max(3600 * plan.gpu_hours, tokens / SPEED / jobs)
+        of_model = len(self.config.learning_rates) + len(self.config.seeds) - 1  # runs
+        runs, hours = of_model * len(self.plans), of_model * seconds / 3600
+        total = f"{runs} runs, {runs * tokens:,} tokens, about {hours:,.1f} hours of an H100"
+        return "\n".join([*lines, f"{total}, besides tasks and suites ({START} s to start a run)"])
 
     def record_overrides(self) -> None:
         """Write the overrides of all runs to runs.json, so that a later call does not mix requests.
@@ -275,9 +275,7 @@ class Comparison:
         best = self.best(numbers).set_index("model")
         notes = [f"{self.config.tokens:,} tokens a run, {self.config.jobs} run(s) at once on each device"]
         if left:
-            notes.append(
-                f"Not complete: at least {left} runs or evaluations are left: call the command again"
-            )
+            notes += [f"Not complete: at least {left} runs or evaluations are left: call the command again"]
         if best.empty:
             print(*notes[1:], "No run on text has finished with a finite loss", sep="\n")
             return
@@ -293,7 +291,7 @@ class Comparison:
 
 
 def compare(request: argparse.Namespace) -> int:
-    """Run the command for the options of `compare_models.build_parser`; return its exit status.
+    """Run the command for the options of `comparison_config.build_parser`; return its exit status.
 
     Raises:
         ValueError: the file, a model or a run in the folder has an error.

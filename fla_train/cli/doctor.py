@@ -39,9 +39,8 @@ def environment(device: str) -> dict[str, Any]:
     facts = describe_environment(device)
     del facts["time"], facts["command"]
     facts["devices"] = ", ".join(facts["devices"]) or "no GPU: training runs on the CPU"
-    facts["packages"] = ", ".join(
-        f"{name} {number or 'MISSING'}" for name, number in facts["packages"].items()
-    )
+    packages = facts["packages"].items()
+    facts["packages"] = ", ".join(f"{name} {number or 'MISSING'}" for name, number in packages)
     missing = (f"{name} ({use})" for name, use in OPTIONAL.items() if package_version(name) is None)
     facts["optional"] = f"missing: {', '.join(missing) or 'nothing'}"
     facts["Hub"] = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else hub_state()

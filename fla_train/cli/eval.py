@@ -65,9 +65,7 @@ def task(config: DictConfig) -> int:
 
 def compare(arguments: Sequence[str]) -> None:
     """Write tables and figures of several evaluations."""
-    parser = ArgumentParser(
-        "fla-eval compare", description="Write tables and figures of several evaluations."
-    )
+    parser = ArgumentParser("fla-eval compare", description=compare.__doc__)
     about = "folder that fla-eval wrote, or a run folder (its newest evaluation); the first is the reference"
     parser.add_argument("places", nargs="+", metavar="PLACE", help=about)
     default = Path(f"comparisons/{datetime.now():%Y%m%d-%H%M%S}")

@@ -41,16 +41,15 @@ def options(repo: ConfigRepository, group: str) -> list[str]:
     """Return the options of a group, including those in subfolders: `delta_net/tiny`."""
     if group == "scale":
         return list(SCALES)
-    names = [
-        name for name in repo.get_group_options(group, ObjectType.CONFIG) if not name.startswith("common")
-    ]
+    configs = repo.get_group_options(group, ObjectType.CONFIG)
+    names = [name for name in configs if not name.startswith("common")]
     for folder in repo.get_group_options(group, ObjectType.GROUP):
         if f"{group}/{folder}" not in FRAGMENTS:
             names += [f"{folder}/{name}" for name in options(repo, f"{group}/{folder}")]
     return names
 
 
-def as_written(config_name: str, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+def quote_values(config_name: str, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
     """Quote values that Hydra would change: the text `hub.tag=1.10` stays 1.10, `data.path=a,b` is one path.
 
     The characters after `=` are literal for a key of type text, except `null` where the type allows it and

@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fla_train.cli import compare_models
+from fla_train.cli import comparison_config
 from fla_train.cli.app import leave, plain_errors
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not need
 
 Row = dict[str, Any]
 LONGEST_LABEL = 60  # characters of a run's differences in a figure's legend
-HIGHER = re.compile(r"(?!.*loss).*(acc|tokens_per_second|mfu|exact_match|f1|contains)")  # more is better
+HIGHER_IS_BETTER = re.compile(r"(?!.*loss).*(acc|tokens_per_second|mfu|exact_match|f1|contains)")  # metrics
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,53 +64,53 @@ def table(runs: Sequence["Run"], metric: str) -> list[Row]:
         row["max_steps"] = run.settings["trainer.max_steps"]
         for key in dict.fromkeys(("loss", "validation_loss", metric)):
             values = [(r[key], r["step"]) for r in records if r.get(key) is not None]
-            choose = max if HIGHER.match(key) else min
+            choose = max if HIGHER_IS_BETTER.match(key) else min
             best, step = choose(values, key=itemgetter(0), default=(None, None))
             row |= {key: values[-1][0] if values else None, f"best_{key}": best, f"best_{key}_step": step}
         speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
         row["tokens_per_second"] = statistics.median(speeds) if speeds else None
         rows.append(row)
-    key, sign = f"best_{metric}", -1 if HIGHER.match(metric) else 1
+    key, sign = f"best_{metric}", -1 if HIGHER_IS_BETTER.match(metric) else 1
     return sorted(rows, key=lambda row: (row[key] is None, sign * (row[key] or 0)))
 
 
-def difference(settings: Mapping[str, Any]) -> str:
-    """Return settings as overrides."""
+def as_overrides(settings: Mapping[str, Any]) -> str:
+    """Return settings as the overrides that a user would write, separated by commas."""
     return ", ".join(f"{key}={plain(value)}" for key, value in settings.items())
 
 
-def names(rows: Sequence[Row]) -> tuple[str, list[str]]:
+def relative_paths(rows: Sequence[Row]) -> tuple[str, list[str]]:
     """Return the folder that holds all runs, and the path of each run below it."""
     folders = [os.path.dirname(os.path.abspath(row["run"])) for row in rows]
     home = os.path.commonpath(folders)
     return os.path.relpath(home), [os.path.relpath(row["run"], home) for row in rows]
 
 
-def labels(rows: Sequence[Row]) -> list[str]:
+def legend_labels(rows: Sequence[Row]) -> list[str]:
     """Return each run's name in a figure: its differences if they are short and unique, else its path."""
-    texts = [difference(row["differs"]) for row in rows]
+    texts = [as_overrides(row["differs"]) for row in rows]
     fit = all(0 < len(text) <= LONGEST_LABEL and texts.count(text) == 1 for text in texts)
-    return texts if fit else names(rows)[1]
+    return texts if fit else relative_paths(rows)[1]
 
 
 def table_text(rows: Sequence[Row], metric: str) -> str:
     """Return the rows as text, with the means of runs that differ in the seed only below them."""
     from pandas import DataFrame
 
-    home, paths = names(rows)
+    home, paths = relative_paths(rows)
     keys = [*dict.fromkeys(("loss", "validation_loss", metric)), f"best_{metric}"]
     frame = DataFrame(rows)
     frame["run"] = paths
     frame["step"] = [f"{row['step']:,}/{row['max_steps']:,}" for row in rows]
     frame["parameters"] = ["-" if row["parameters"] is None else f"{row['parameters']:,}" for row in rows]
     frame["tokens/s"] = [f"{row['tokens_per_second'] or 0:,.0f}" for row in rows]
-    frame["differs"] = [difference(row["differs"]) for row in rows]
+    frame["differs"] = [as_overrides(row["differs"]) for row in rows]
     shown = frame[["run", "model", "parameters", "status", "step", *keys, "tokens/s", "differs"]]
     style = {"index": False, "na_rep": "-", "float_format": "{:.4f}".format}
     lines = [f"{len(rows)} run(s) in {home}, the best {metric.replace('_', ' ')} first"]
     lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
     settings = [{"model": row["model"]} | row["differs"] for row in rows]
-    frame["runs"] = [difference({key: values[key] for key in values if key != "seed"}) for values in settings]
+    frame["runs"] = [as_overrides({k: v for k, v in values.items() if k != "seed"}) for values in settings]
     frame["seed"] = [row["differs"].get("seed") for row in rows]
     groups = frame.groupby("runs", sort=False)
     several = groups["seed"].nunique() > 1
@@ -147,7 +147,7 @@ def show(request: argparse.Namespace) -> None:
         print(table_text(rows, metric))
     if request.png:
         folders = [Path(row["run"]) for row in rows]
-        figure = draw_losses(folders, labels(rows), request.metric or "loss")
+        figure = draw_losses(folders, legend_labels(rows), request.metric or "loss")
         Path(request.png).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(request.png, dpi=120)
 
@@ -158,7 +158,7 @@ def main() -> None:
     if sys.argv[1:2] == ["train"]:
         leave(train_list(sys.argv[2:]))
     if sys.argv[1:2] == ["compare"]:
-        request = compare_models.build_parser().parse_intermixed_args(sys.argv[2:])
+        request = comparison_config.build_parser().parse_intermixed_args(sys.argv[2:])
         from fla_train.cli.comparison import compare  # imports torch, which --help does not need
 
         leave(compare(request))

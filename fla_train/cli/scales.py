@@ -40,7 +40,7 @@ def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], Dict
         ValueError: an experiment does not have the scale that is chosen for it.
     """
     scales, experiments = _values(overrides, "scale"), _values(overrides, "experiment")
-    for scale in scales - {"paper"} & set(SCALES):
+    for scale in scales & ({*SCALES} - {"paper"}):  # Hydra reports other names
         if not experiments - {"null"}:
             raise ValueError("a scale changes an experiment: add experiment=NAME")
         for experiment in experiments:

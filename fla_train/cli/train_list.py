@@ -26,6 +26,7 @@ from fla_train.utils.safe_files import read_yaml
 
 GRACE = 45.0  # seconds before the end of --seconds in which runs save a checkpoint
 POLL = 0.2  # seconds
+OUTPUT = "output.txt"  # in a job's folder: what its command printed
 SKIPPED = ("finished", "running", "diverged")  # states of jobs that are not started
 
 
@@ -36,7 +37,7 @@ class Job:
     Attributes:
         command: `train` or `eval`.
         overrides: overrides of the command.
-        folder: the command writes here; its output goes to `output.txt`.
+        folder: the command writes here; its output goes to `OUTPUT`.
         status: returns the state of `folder`: `new`, `stopped`, or one of `SKIPPED`.
     """
 
@@ -112,53 +113,60 @@ def run_jobs(
     Returns:
         the reason of each failed job by name, and the signal that stopped the list or None.
     """
-    from fla_train.utils.processes import start_command
-
-    stopped: list[int] = []
+    signals: list[int] = []  # received
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    previous = {number: signal.signal(number, lambda n, _: stopped.append(n)) for number in handled}
+    previous = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in handled}
     waiting, free, failed = list(jobs), list(slots), {}
-    running: dict[str, tuple[subprocess.Popen, str]] = {}
-    end, asked = time.monotonic() + seconds, False
+    running: dict[str, tuple[subprocess.Popen, str]] = {}  # process and slot
+    deadline, stopping = time.monotonic() + seconds, False
     try:
-        while running or (waiting and not asked):
-            if not asked and (stopped or time.monotonic() > end - GRACE):
-                asked, end = True, min(end, time.monotonic() + GRACE)
+        while running or (waiting and not stopping):
+            if not stopping and (signals or time.monotonic() > deadline - GRACE):
+                stopping, deadline = True, min(deadline, time.monotonic() + GRACE)
                 for process, _ in running.values():
                     process.send_signal(signal.SIGTERM)
-            while waiting and free and not asked:
+            while waiting and free and not stopping:
                 name = waiting.pop(0)
-                job = jobs[name]
-                if (state := job.status()) in SKIPPED:
+                if (state := jobs[name].status()) in SKIPPED:
                     print(f"{state:10} {name}", flush=True)
                     continue
-                job.folder.mkdir(parents=True, exist_ok=True)
                 slot = free.pop(0)
-                # One thread each, so that results do not depend on how many run at once. Kernels of other
-                # libraries that tune themselves keep the outcome in Triton's cache.
-                variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": slot}
-                variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
-                log = job.folder / "output.txt"
-                running[name] = start_command(job.command, job.overrides, log, **variables), slot
+                running[name] = _start(jobs[name], slot), slot
                 print(f"started    {name}", flush=True)
             for name, (process, slot) in list(running.items()):
                 if process.poll() is None:
                     continue
                 del running[name]
                 free.append(slot)
-                if process.returncode and not asked:
-                    lines = (jobs[name].folder / "output.txt").read_text(errors="replace").split("\n")
-                    errors = [line for line in lines if line.startswith("error: ")]
-                    failed[name] = errors[0] if errors else f"error: exit status {process.returncode}"
+                if process.returncode and not stopping:
+                    failed[name] = _error(jobs[name], process.returncode)
                 print(f"{jobs[name].status():10} {name}  {failed.get(name, '')}".rstrip(), flush=True)
-            if asked and time.monotonic() > end:
+            if stopping and time.monotonic() > deadline:
                 for process, _ in running.values():
                     process.kill()
             time.sleep(POLL)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return failed, stopped[0] if stopped else None
+    return failed, signals[0] if signals else None
+
+
+def _start(job: Job, gpu: str) -> subprocess.Popen:
+    """Start a job's command on a GPU, or on the CPU for ""."""
+    from fla_train.utils.processes import start_command
+
+    job.folder.mkdir(parents=True, exist_ok=True)
+    # One thread each, so that results do not depend on how many run at once. Kernels of other libraries that
+    # tune themselves keep the outcome in Triton's cache.
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    variables["TRITON_CACHE_AUTOTUNING"] = os.environ.get("TRITON_CACHE_AUTOTUNING", "1")
+    return start_command(job.command, job.overrides, job.folder / OUTPUT, **variables)
+
+
+def _error(job: Job, code: int) -> str:
+    """Return the first error that a failed job printed, or else its exit status."""
+    lines = (job.folder / OUTPUT).read_text(errors="replace").split("\n")
+    return next((line for line in lines if line.startswith("error: ")), f"error: exit status {code}")
 
 
 def gpu_slots(gpus: str | None, jobs: int) -> list[str]:

@@ -114,9 +114,7 @@ class TokenDataset:
     def begins_document(self, indices: np.ndarray) -> np.ndarray:
         """Return whether a document begins with each sequence's first token: [n] bool."""
         firsts = (int(position) * self.seq_len for position in self.positions(indices))
-        return np.array(
-            [first == 0 or len(self._tokens.document_starts(first - 1, 2)) > 0 for first in firsts]
-        )
+        return np.array([i == 0 or len(self._tokens.document_starts(i - 1, 2)) > 0 for i in firsts])
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
         """Return the sequence of the stream that each index stands for: [n] int64."""

@@ -141,9 +141,7 @@ class LinesSlice(FileSlice):
                 if not isinstance(record, dict):
                     raise ValueError("not an object")
             except (ValueError, RecursionError) as failure:
-                raise ValueError(
-                    f"{self.where(number)}: not JSON ({failure}); repair or remove it"
-                ) from failure
+                raise ValueError(f"{self.where(number)}: not JSON ({failure}); repair it") from failure
             if self.config.text_column not in record:
                 require_column(self.where(number), self.config.text_column, record)
             yield number, record[self.config.text_column]

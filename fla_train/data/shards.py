@@ -47,7 +47,8 @@ def write_shard(path: Path, documents: Mapping[str, Sequence[np.ndarray]]) -> Re
 
     The file is written under another name first, and renamed. It is never in memory as a whole.
     """
-    ends = [np.cumsum([len(tokens) for tokens in documents[split]], dtype="<u8") for split in SPLITS]
+    lengths = {split: [len(tokens) for tokens in documents[split]] for split in SPLITS}
+    ends = [np.cumsum(lengths[split], dtype="<u8") for split in SPLITS]
     crcs, digest = [], hashlib.sha256()
     with replaced_file(path) as file:
         for block in _blocks(chain(*(documents[split] for split in SPLITS), ends)):
@@ -58,10 +59,7 @@ def write_shard(path: Path, documents: Mapping[str, Sequence[np.ndarray]]) -> Re
         digest.update(checksums)
         file.write(checksums)
         size = file.tell()
-    counts = {
-        split: {"tokens": sum(map(len, documents[split])), "documents": len(documents[split])}
-        for split in SPLITS
-    }
+    counts = {split: {"tokens": sum(sizes), "documents": len(sizes)} for split, sizes in lengths.items()}
     return {"bytes": size, "sha256": digest.hexdigest(), **counts}
 
 

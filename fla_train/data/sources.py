@@ -143,9 +143,8 @@ def _stream(
         # Import it here: it takes a second, and only sources on the Hub need it.
         import datasets
 
-        stream = datasets.load_dataset(
-            path, name=config.name, split=config.split, revision=commit, streaming=True
-        )
+        options = {"name": config.name, "split": config.split, "revision": commit}
+        stream = datasets.load_dataset(path, **options, streaming=True)
         if stream.features is not None and column in stream.features:
             stream = stream.select_columns([column])
         if done:

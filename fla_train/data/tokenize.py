@@ -129,9 +129,8 @@ class Encoder:
             return partial(encode, load_saved(self.folder))
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
         tokenizer.encode_special_tokens = True  # `</s>` in a text stays text and ends no document
-        return lambda texts: (
-            encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        )
+        encode_batch = partial(tokenizer.encode_batch_fast, add_special_tokens=False)
+        return lambda texts: (encoding.ids for encoding in encode_batch(texts))
 
 
 def batches(texts: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:

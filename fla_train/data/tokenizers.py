@@ -196,9 +196,8 @@ def load_saved(place: str | Path, *, local_files_only: bool = False) -> "PreTrai
     known = settings.is_file() and read_json(settings).get("tokenizer_class")
     # Where the class is known, a config of a model type that transformers has not would only draw a warning.
     options = {"config": PreTrainedConfig()} if known else {}
-    return AutoTokenizer.from_pretrained(
-        place, local_files_only=local_files_only, trust_remote_code=False, **options
-    )
+    options["local_files_only"] = local_files_only
+    return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
 
 
 def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
@@ -211,28 +210,15 @@ def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
     model = SentencePieceProcessor(model_file=str(path))
     pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges(model, pieces, vocab),
-            unk_token=pieces[model.unk_id()],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    options = {"unk_token": pieces[model.unk_id()], "fuse_unk": True, "byte_fallback": True}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=_merges(model, pieces, vocab), **options))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     if not any(re.search(f"[^{_SPACE}]{_SPACE}", piece) for piece in pieces):
         # No piece crosses the start of a run of spaces, so text may be cut there: short words can be cached.
         words = tokenizers.Regex(f"{_SPACE}+[^{_SPACE}]*|[^{_SPACE}]+")
         backend.pre_tokenizer = pre_tokenizers.Split(words, behavior="isolated")
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
+    spaces, strip_first = decoders.Replace(_SPACE, " "), decoders.Strip(content=" ", left=1)
+    backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip_first])
     is_bpe = ModelProto.FromString(path.read_bytes()).trainer_spec.model_type == TrainerSpec.BPE
     if not is_bpe or backend.encode(_PROBE).ids != model.encode(_PROBE):
         raise ValueError(f"{path} is a SentencePiece model of another kind than byte-fallback BPE")

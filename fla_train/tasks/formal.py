@@ -99,9 +99,7 @@ class FormalLanguage(Task):
         if self.language.odd_lengths:
             self.lengths = self.lengths[self.lengths % 2 == 1]
         if min_length < 1 or len(self.lengths) == 0:
-            raise ValueError(
-                f"'{language}' has no words of {min_length} to {max_length} tokens (flat: odd only)"
-            )
+            raise ValueError(f"'{language}' has no words of {min_length} to {max_length} tokens (flat: odd)")
         if alphabet is not None and self.language.alphabet is None:
             raise ValueError(f"'{language}' has no other alphabet; leave out alphabet={alphabet}")
         if alphabet is not None:

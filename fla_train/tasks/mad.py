@@ -53,9 +53,7 @@ class InContextRecall(Task):
         **stream: Any,
     ):
         if vocab_size < 4 or vocab_size % 2 or not 0 <= noise_share < 1 or noise_vocab < 1:
-            raise ValueError(
-                "recall needs an even vocab_size >= 4, noise_vocab >= 1 and noise_share in [0, 1)"
-            )
+            raise ValueError("recall needs even vocab_size >= 4, noise_vocab >= 1 and noise_share in [0, 1)")
         self.half = vocab_size // 2
         if length * (1 - noise_share) < 2 * (self.half + 1):
             raise ValueError(f"length {length} has no room for {self.half} keys and one again")

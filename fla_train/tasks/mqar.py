@@ -103,9 +103,7 @@ class MQAR(Task):
         n, pairs, context = len(keys), setting.num_kv_pairs, 2 * setting.num_kv_pairs
         places = (setting.seq_len - context) // 2  # even offsets after the pairs
         drawn = draw(keys, 1 + 2 * pairs + places + setting.seq_len)[1:]
-        for_keys, for_values, for_gaps, for_blanks = np.split(
-            drawn, np.cumsum([pairs, pairs, places]), axis=0
-        )
+        for_keys, for_values, for_gaps, for_blanks = np.split(drawn, np.cumsum([pairs, pairs, places]))
         key_ids = 1 + without_replacement(for_keys, self._first_value - 1)  # [b, pairs]
         value_ids = self._first_value + without_replacement(for_values, self.vocab_size - self._first_value)
         weights = np.arange(1, places + 1) ** (self.power - 1.0)

@@ -137,9 +137,8 @@ def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
 
 def training_task(config: "TaskConfig", seed: int) -> Task:
     """Make the training set: endless, or of `train_sequences`."""
-    return make_task(
-        config.kind, {**config.options, **config.train}, seed=seed, num_sequences=config.train_sequences
-    )
+    options = {**config.options, **config.train}
+    return make_task(config.kind, options, seed=seed, num_sequences=config.train_sequences)
 
 
 def curriculum_tasks(config: "TaskConfig", seed: int) -> list[tuple[Task, int]]:

@@ -191,7 +191,5 @@ class Task(ABC):
 def tally_by(predictions: torch.Tensor, batch: Batch, key: str) -> dict[int, Tally]:
     """Return one tally for each value of `batch.metadata[key]`: by length, or by number of pairs."""
     values = batch.metadata[key].to(batch.labels.device)
-    return {
-        int(value): Tally.of(predictions[values == value], batch.labels[values == value])
-        for value in values.unique()
-    }
+    rows = {int(value): values == value for value in values.unique()}
+    return {value: Tally.of(predictions[chosen], batch.labels[chosen]) for value, chosen in rows.items()}

@@ -65,6 +65,5 @@ def length_axis(panel: Axes, ticks: Sequence[int]) -> None:
 def family_color(name: str) -> str:
     """Return the colour of the family in a name such as `Gated DeltaProduct_2 [-1, 1]`, or grey."""
     text = re.sub(r"[^a-z]", "", name.lower())
-    return next(
-        (color for family, color in FAMILIES.items() if family.replace(" ", "").lower() in text), OTHER
-    )
+    matches = (color for family, color in FAMILIES.items() if family.replace(" ", "").lower() in text)
+    return next(matches, OTHER)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fla_train.cli import app, generate
-from fla_train.cli.overrides import as_written
+from fla_train.cli.overrides import quote_values
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.card import CardInfo
@@ -81,7 +81,7 @@ def test_any_text_and_path_pass_through_hydra() -> None:
     typed = [(f"checkpoint={path}", path) for path in PATHS]
     typed += [(assign("checkpoint", Path(path)), path) for path in PATHS]
     for (override, path), text in zip(typed, cycle(TEXTS), strict=False):
-        node = app.compose("generate", as_written("generate", [override, f"prompt={text}"]))
+        node = app.compose("generate", quote_values("generate", [override, f"prompt={text}"]))
         config = OmegaConf.to_object(node)
         assert (config.checkpoint, config.prompt) == (path, text)
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fla_train.cli import app, prepare, train
-from fla_train.cli.overrides import as_written
+from fla_train.cli.overrides import quote_values
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,7 +95,7 @@ def test_text_is_taken_literally() -> None:
     while left:  # A config takes most of a second, so each has a text per key.
         texts, left = left[: len(KEYS)], left[len(KEYS) :]
         asked = [(key, *text) for key, text in zip(KEYS, texts, strict=False)]
-        config = app.compose("train", as_written("train", [f"{key}={text}" for key, text, _ in asked]))
+        config = app.compose("train", quote_values("train", [f"{key}={text}" for key, text, _ in asked]))
         for key, text, value in asked:
             assert OmegaConf.select(config, key) == value, text
 
@@ -103,7 +103,7 @@ def test_text_is_taken_literally() -> None:
 def test_text_in_mappings_and_sweeps() -> None:
     prepare.register()
     words = ["data=mixture", "+data.mixture={x: {weight: 2}}", "data.mixture.x.path=1.10"]
-    config = app.compose("prepare", as_written("prepare", words))
+    config = app.compose("prepare", quote_values("prepare", words))
     assert (config.data.mixture.x.path, config.data.mixture.x.weight) == ("1.10", 2)
     words = ["data.name='1.10',x", "seed=1,2", "run.dir=1e3", "data.split=choice(a,b)"]
-    assert as_written("prepare", words, sweep=True) == [*words[:2], "run.dir='1e3'", words[-1]]
+    assert quote_values("prepare", words, sweep=True) == [*words[:2], "run.dir='1e3'", words[-1]]

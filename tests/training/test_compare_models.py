@@ -17,9 +17,9 @@ from warm_ranks import WarmRanks
 
 from fla_train.api import compose
 from fla_train.cli import app, bench, train_list
-from fla_train.cli.compare_models import ComparedTask, SizeConfig, build_parser, read_comparison
-from fla_train.cli.compare_models import ComparisonConfig as Config
 from fla_train.cli.comparison import Comparison, compare, solve_size
+from fla_train.cli.comparison_config import ComparedTask, SizeConfig, build_parser, read_comparison
+from fla_train.cli.comparison_config import ComparisonConfig as Config
 from fla_train.eval import model_comparison
 from fla_train.eval.run import evaluate
 from fla_train.models.build import build_on_meta

@@ -132,9 +132,8 @@ def from_ours(
     fields |= {other: getattr(config, name) for name, other in RENAMED.items()}
     fields |= {"linear_num_value_heads": config.value_heads, "linear_value_head_dim": config.head_v_dim}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # None: no rotary positions
-    theirs = config_class(MODEL_TYPES[0])(
-        **fields, rope_parameters=rope, architectures=["OlmoHybridForCausalLM"]
-    )
+    fields |= {"rope_parameters": rope, "architectures": ["OlmoHybridForCausalLM"]}
+    theirs = config_class(MODEL_TYPES[0])(**fields)
 
     return theirs.to_diff_dict(), _renamed(state, config.layer_types, MODULES, ("embeddings", "embed_tokens"))
 
