@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.backend import resolve_backend, without_autocast
 from fla_train.kernels.fused_ops.cross_entropy import IGNORE, consume_logits
 from fla_train.kernels.weight_gradient import add_weight_gradient
 from fla_train.models.layer_sizes import CHUNK_ELEMENTS
@@ -31,7 +31,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         hidden: [M, D]; weight: [vocabulary, D]; targets: [M] int64.
     """
     head = weight.to(hidden.dtype)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(hidden):
         chunks = _chunks(hidden, targets, weight.shape[0])
         return torch.cat([consume_logits(h @ head.t(), t, with_gradient=False)[0] for h, t in chunks])
 
@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         start = 0
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             for h, t in _chunks(hidden, targets, weight.shape[0]):
                 losses, slope = consume_logits(h @ head.t(), t, with_gradient=True)
                 total = total + losses.sum()  # torch.compile of torch 2.11 gives += no gradient

@@ -1,6 +1,7 @@
 """Choice of backend for the fused ops: the PyTorch definition or the Triton kernels."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -42,3 +43,8 @@ def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"{source}='triton' needs a CUDA device, got {x.device}: choose auto or torch")
     return backend
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast on the device of x. The meta device does not have autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
-from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.backend import resolve_backend, without_autocast
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -52,7 +52,7 @@ def selective_scan(
         limit = f"takes states of at most {MAX_STATE} numbers a channel"
     if resolve_backend(backend, u, limit) == "triton":
         return _SelectiveScan.apply(u, dt, rate, b, c, signed, torch.is_grad_enabled())
-    with torch.autocast(u.device.type, enabled=False):
+    with without_autocast(u):
         decay = torch.exp(dt[..., None] * -rate)
         states = _LinearScan.apply(2 * decay - 1 if signed else decay, (dt * u)[..., None] * b[..., None, :])
         return torch.einsum("btdn,btn->btd", states, c)

@@ -3,7 +3,6 @@
 The Triton version keeps nothing but its inputs for the backward pass.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
-from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.backend import resolve_backend, without_autocast
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
@@ -44,7 +43,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "a
     assert gate.shape == up.shape and gate.dtype == up.dtype and weight.shape[1] == gate.shape[-1]
     if resolve_backend(backend, gate) == "triton":
         return _SwiGLULinear.apply(gate, up, weight)
-    with nullcontext() if gate.is_meta else torch.autocast(gate.device.type, enabled=False):
+    with without_autocast(gate):
         return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
 
 
@@ -56,7 +55,7 @@ class _SwiGLULinear(torch.autograd.Function):
         swiglu_forward(gate, up, y)
         ctx.save_for_backward(gate, up, narrow)
         ctx.weight_dtype = weight.dtype
-        with torch.autocast(gate.device.type, enabled=False):
+        with without_autocast(gate):
             return F.linear(y, narrow)
 
     @staticmethod
@@ -64,7 +63,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def backward(ctx, dz):
         gate, up, weight = ctx.saved_tensors
         dweight = None
-        with torch.autocast(gate.device.type, enabled=False):
+        with without_autocast(gate):
             dgate, dup, product = empty_gradient(gate), empty_gradient(up), dz @ weight
             swiglu_backward(gate, up, product, dgate, dup)
             if ctx.needs_input_grad[2]:

@@ -74,6 +74,10 @@ def test_count_equals_the_module_built_on_meta(variant, tied):
     assert count == count_parameters(model)
     assert count.total == sum(p.numel() for p in model.parameters())
     assert count.body == sum(p.numel() for p in model.model.parameters()) - config.vocab_size * 16
+    model.config.backend = "chunk"
+    ids = torch.ones(1, 9, dtype=torch.long, device="meta")
+    model(ids, labels=ids).loss.backward()  # counters of FLOPs and memory run such a pass
+    assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
 def test_flops_by_hand():

@@ -89,3 +89,5 @@ def test_weighted_mean_of_parts():
         **{"validation_loss/web": 3.0, "validation_loss/code": 1.0, "validation_perplexity": np.exp(2.5)},
         **{"validation_perplexity/web": np.exp(3.0), "validation_perplexity/code": np.exp(1.0)},
     }
+    diverged = validation_record({"": ({"loss": float("nan")}, 1.0)})
+    assert np.isnan(diverged["validation_perplexity"])

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
+from fla_train.kernels.fused_ops.backend import without_autocast
 from fla_train.kernels.fused_ops.selective_scan import selective_scan
 from fla_train.models.layers import RMSNorm, draw_time_steps
 from fla_train.models.zoo.mamba_configuration import SignedMambaConfig
@@ -45,7 +46,7 @@ class SignedMambaMixer(nn.Module):
         u = kept * F.silu(self.conv1d(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         dt, b, c = self.x_proj(u).split([rank, size, size], dim=-1)
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             u, b, c = u.to(wide), b.to(wide), c.to(wide)
             weight, bias = self.dt_proj.weight.to(wide), self.dt_proj.bias.to(wide)
             dt = F.softplus(F.linear(dt.to(wide), weight, bias))  # [B, T, D]

@@ -294,7 +294,7 @@ def validation_record(corpora: Mapping[str, tuple[Mapping[str, float], float]]) 
 
 
 def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)  # NaN stays NaN
 
 
 def bucket_names(seq_len: int, buckets: int) -> list[str]:
