@@ -34,7 +34,7 @@ def test_a_run_from_elsewhere_names_no_file_by_a_secret(make_config: Make, tmp_p
     config = make_config()
     write(tmp_path, config, f"path: {config.data.path}", f"path: {tmp_path}/{ATTACK}")
     with pytest.raises(ValueError) as refused:
-        run_data(tmp_path)
+        run_data(tmp_path, None)
     assert ATTACK in str(refused.value) and "hunter2" not in str(refused.value)
 
 
