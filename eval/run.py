@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.eval.config import EvalConfig
 from fla_train.eval.expressivity import expressivity_jobs, trained_task
@@ -22,8 +22,8 @@ from fla_train.eval.session import Session
 from fla_train.eval.sets import mirror_folder
 from fla_train.eval.tables import write_tables
 from fla_train.hub.checkpoint_config import resolve_checkpoint
-from fla_train.hub.load import load_model, load_weights, recorded_length, trained_length
-from fla_train.hub.paths import own_name, run_folder
+from fla_train.hub.load import load_causal_lm, load_model, recorded_length, trained_length
+from fla_train.hub.paths import last_component, run_folder
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters
 from fla_train.utils.device import pick_device, pick_dtype
@@ -57,18 +57,13 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     check_request(config)
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
-        where = source, pick_device(ranks.device(config.device)), pick_dtype(config.dtype)
-        trust = {"mixer": config.mixer, "trust_remote_code": config.trust_remote_code}
-        if config.suite.expressivity is None:
-            model, tokenizer = load_model(*where, **trust)
-        else:  # it needs no tokenizer
-            model, tokenizer = load_weights(*where, **trust), None
+        model, tokenizer = _load(config, source, ranks.device(config.device))
     folder = ranks.share(output_folder(config, source))  # its name has the time in it
     run, dtype = run_folder(source), str(model.dtype).removeprefix("torch.")
     length, progress = recorded_length(model), progress and ranks.rank == 0
     session = Session(model, tokenizer, run, length, config.mirror, ranks, progress)
     result = EvalResult(
-        name=f"{run.name}/{own_name(source)}" if run else str(config.checkpoint),
+        name=f"{run.name}/{last_component(source)}" if run else str(config.checkpoint),
         checkpoint=str(source),
         files=_checkpoint_files(source, model),
         model={
@@ -104,6 +99,17 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(str(folder)) from stop
     return folder, result
+
+
+def _load(
+    config: EvalConfig, source: Path | str, device: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load the model in eval mode, and its tokenizer unless the suite is a task's, which needs none."""
+    arguments = source, pick_device(device), pick_dtype(config.dtype)
+    options = {"mixer": config.mixer, "trust_remote_code": config.trust_remote_code}
+    if config.suite.expressivity is None:
+        return load_model(*arguments, **options)
+    return load_causal_lm(*arguments, **options), None
 
 
 def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path) -> list[Job]:
@@ -175,7 +181,7 @@ def output_folder(config: EvalConfig, source: Path | str) -> Path:
     if config.output:
         return Path(config.output).expanduser()
     run = run_folder(source)
-    home = run / "eval" if run else Path("evaluations") / own_name(source)
+    home = run / "eval" if run else Path("evaluations") / last_component(source)
     return home / f"{config.suite.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

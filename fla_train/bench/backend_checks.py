@@ -30,8 +30,7 @@ def checks() -> list[Combination]:
 def run_checks(combinations: Sequence[Combination]) -> Iterator[CheckReport]:
     """Yield the reports in order. Each of Triton's cases compiles in a separate process."""
     torch.set_num_threads(1)
-    context, start = get_context("spawn"), torch.set_num_threads
-    with ProcessPoolExecutor(PROCESSES, mp_context=context, initializer=start, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         compiled = {
             combination: [
                 pool.submit(check_backend, *combination, cases=[case])

@@ -96,7 +96,7 @@ def ours(device: torch.device) -> list[Implementation]:
 
 
 @dataclass(frozen=True)
-class Source:
+class Inputs:
     """Sizes of the layers that the fused ops belong to, and a generator that draws the same tensors each
     time.
 
@@ -139,106 +139,106 @@ class Source:
         return replace(case, output_gradients=gradients)
 
 
-def _convolution(source: Source) -> Iterator[Case]:
+def _convolution(inputs: Inputs) -> Iterator[Case]:
     def run(x: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
         return fused_ops.short_convolution(x, weight, position_in_document=offsets)[0]
 
-    for channels in (source.hidden, 2 * source.hidden):
-        leaves = {"x": source.activations(channels), "weight": source.normal(channels, 1, TAPS)}
+    for channels in (inputs.hidden, 2 * inputs.hidden):
+        leaves = {"x": inputs.activations(channels), "weight": inputs.normal(channels, 1, TAPS)}
         name = f"convolution + SiLU, {channels} channels"
-        yield source.case(["y"], "convolution", name, run, leaves)
-    packed = {"x": source.activations(channels).reshape(1, -1, channels), "weight": leaves["weight"]}
+        yield inputs.case(["y"], "convolution", name, run, leaves)
+    packed = {"x": inputs.activations(channels).reshape(1, -1, channels), "weight": leaves["weight"]}
     # Documents end at random positions. `offsets` [T] is each token's position in its document.
-    positions = torch.arange(source.batch * source.tokens, device=source.device)
-    drawn = torch.rand(len(positions), generator=source.generator, device=source.device)
-    starts = torch.where(drawn * source.tokens < DOCUMENTS, positions, 0)
+    positions = torch.arange(inputs.batch * inputs.tokens, device=inputs.device)
+    drawn = torch.rand(len(positions), generator=inputs.generator, device=inputs.device)
+    starts = torch.where(drawn * inputs.tokens < DOCUMENTS, positions, 0)
     fixed = {"offsets": positions - starts.cummax(0).values}
-    yield source.case(["y"], "convolution", f"{name}, packed documents", run, packed, fixed)
+    yield inputs.case(["y"], "convolution", f"{name}, packed documents", run, packed, fixed)
 
 
-def _norm(source: Source) -> Iterator[Case]:
+def _norm(inputs: Inputs) -> Iterator[Case]:
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        return fused_ops.rms_norm(x, weight, EPS, dtype=_output(x, source))
+        return fused_ops.rms_norm(x, weight, EPS, dtype=_output(x, inputs))
 
-    for stream in dict.fromkeys((torch.float32, source.dtype)):
-        leaves = {"x": source.activations(source.hidden, dtype=stream)}
-        leaves["weight"] = source.normal(source.hidden)
-        yield source.case(["y"], "norm", f"RMSNorm, {stream} stream, {source.hidden}", run, leaves)
+    for stream in dict.fromkeys((torch.float32, inputs.dtype)):
+        leaves = {"x": inputs.activations(inputs.hidden, dtype=stream)}
+        leaves["weight"] = inputs.normal(inputs.hidden)
+        yield inputs.case(["y"], "norm", f"RMSNorm, {stream} stream, {inputs.hidden}", run, leaves)
 
 
-def _residual_norm(source: Source) -> Iterator[Case]:
+def _residual_norm(inputs: Inputs) -> Iterator[Case]:
     def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return fused_ops.add_rms_norm(x, residual, weight, EPS, dtype=_output(x, source))
+        return fused_ops.add_rms_norm(x, residual, weight, EPS, dtype=_output(x, inputs))
 
-    size = source.hidden
-    for stream in dict.fromkeys((torch.float32, source.dtype)):
-        leaves = {"x": source.activations(size), "residual": source.activations(size, dtype=stream)}
-        leaves["weight"] = source.normal(size)
+    size = inputs.hidden
+    for stream in dict.fromkeys((torch.float32, inputs.dtype)):
+        leaves = {"x": inputs.activations(size), "residual": inputs.activations(size, dtype=stream)}
+        leaves["weight"] = inputs.normal(size)
         name = f"RMSNorm with residual, {stream} stream, {size}"
-        yield source.case(["y", "sum"], "residual-norm", name, run, leaves, kept=("sum", "weight"))
+        yield inputs.case(["y", "sum"], "residual-norm", name, run, leaves, kept=("sum", "weight"))
 
 
-def _output(x: Tensor, source: Source) -> torch.dtype:
+def _output(x: Tensor, inputs: Inputs) -> torch.dtype:
     """Return the dtype of a norm's output: that of the next matmul's input, or fp64 in the fp64 reference."""
-    return x.dtype if x.dtype == torch.float64 else source.dtype
+    return x.dtype if x.dtype == torch.float64 else inputs.dtype
 
 
-def _gated_norm(source: Source) -> Iterator[Case]:
+def _gated_norm(inputs: Inputs) -> Iterator[Case]:
     def run(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return fused_ops.rms_norm(x, weight, EPS, gate=gate)
 
-    heads, size = source.hidden // source.head_dim, source.head_dim
-    leaves = {name: source.activations(heads, size) for name in ("x", "gate")}
-    leaves["weight"] = source.normal(size)
-    yield source.case(["y"], "gated-norm", f"RMSNorm with gate, {heads} x {size}", run, leaves)
+    heads, size = inputs.hidden // inputs.head_dim, inputs.head_dim
+    leaves = {name: inputs.activations(heads, size) for name in ("x", "gate")}
+    leaves["weight"] = inputs.normal(size)
+    yield inputs.case(["y"], "gated-norm", f"RMSNorm with gate, {heads} x {size}", run, leaves)
 
 
-def _swiglu(source: Source) -> Iterator[Case]:
-    size, outputs = source.intermediate, source.hidden
-    leaves = {name: source.activations(size) for name in ("gate", "up")}
-    leaves["weight"] = source.projection(outputs, size)
-    flops = 2.0 * source.batch * source.tokens * size * outputs
+def _swiglu(inputs: Inputs) -> Iterator[Case]:
+    size, outputs = inputs.intermediate, inputs.hidden
+    leaves = {name: inputs.activations(size) for name in ("gate", "up")}
+    leaves["weight"] = inputs.projection(outputs, size)
+    flops = 2.0 * inputs.batch * inputs.tokens * size * outputs
     name = f"SwiGLU and its product, {size} to {outputs}"
-    yield source.case(["y"], "swiglu", name, fused_ops.swiglu_linear, leaves, flops=flops)
+    yield inputs.case(["y"], "swiglu", name, fused_ops.swiglu_linear, leaves, flops=flops)
 
 
-def _gates(source: Source) -> Iterator[Case]:
-    heads, steps = source.hidden // source.head_dim, source.num_householder
-    leaves = {"b": source.activations(steps * heads), "a": source.activations(heads)}
-    leaves |= {name: source.normal(heads) for name in ("A_log", "dt_bias")}
+def _gates(inputs: Inputs) -> Iterator[Case]:
+    heads, steps = inputs.hidden // inputs.head_dim, inputs.num_householder
+    leaves = {"b": inputs.activations(steps * heads), "a": inputs.activations(heads)}
+    leaves |= {name: inputs.normal(heads) for name in ("A_log", "dt_bias")}
     run = partial(fused_ops.recurrence_gates, beta_max=BETA_MAX)
-    yield source.case(["beta", "g"], "gates", f"gates, {heads} heads, n_h = {steps}", run, leaves)
+    yield inputs.case(["beta", "g"], "gates", f"gates, {heads} heads, n_h = {steps}", run, leaves)
 
 
-def _rotary(source: Source) -> Iterator[Case]:
-    heads, size = source.hidden // source.head_dim, source.head_dim
-    leaves = {name: source.activations(heads, size) for name in ("q", "k")}
-    angles = source.normal(source.tokens, size // 2)
+def _rotary(inputs: Inputs) -> Iterator[Case]:
+    heads, size = inputs.hidden // inputs.head_dim, inputs.head_dim
+    leaves = {name: inputs.activations(heads, size) for name in ("q", "k")}
+    angles = inputs.normal(inputs.tokens, size // 2)
     fixed, kept = {"cos": angles.cos(), "sin": angles.sin()}, ("cos", "sin")
     name = f"rotary, {heads} x {size}"
-    yield source.case(["rotated q", "rotated k"], "rotary", name, fused_ops.rotary, leaves, fixed, kept=kept)
+    yield inputs.case(["rotated q", "rotated k"], "rotary", name, fused_ops.rotary, leaves, fixed, kept=kept)
 
 
-def _selective_scan(source: Source) -> Iterator[Case]:
-    rows, channels = min(source.batch, SCAN_ROWS), 2 * source.hidden
-    leaves = {name: source.normal(rows, source.tokens, STATE) for name in ("b", "c")}
-    leaves["u"] = source.normal(rows, source.tokens, channels)
-    leaves["dt"] = source.normal(rows, source.tokens, channels).sigmoid()
-    leaves["rate"] = source.normal(channels, STATE).exp()
+def _selective_scan(inputs: Inputs) -> Iterator[Case]:
+    rows, channels = min(inputs.batch, SCAN_ROWS), 2 * inputs.hidden
+    leaves = {name: inputs.normal(rows, inputs.tokens, STATE) for name in ("b", "c")}
+    leaves["u"] = inputs.normal(rows, inputs.tokens, channels)
+    leaves["dt"] = inputs.normal(rows, inputs.tokens, channels).sigmoid()
+    leaves["rate"] = inputs.normal(channels, STATE).exp()
     for signed in (False, True):
         name = f"selective scan, {rows} rows of {channels} channels" + ", signed" * signed
         run = partial(fused_ops.selective_scan, signed=signed)
-        yield source.case(["y"], "selective-scan", name, run, leaves)
+        yield inputs.case(["y"], "selective-scan", name, run, leaves)
 
 
-def _cross_entropy(source: Source) -> Iterator[Case]:
-    rows, size, vocabulary = source.batch * source.tokens, source.hidden, source.vocabulary
-    leaves = {"hidden": source.activations(size).flatten(0, 1), "weight": source.projection(vocabulary, size)}
-    targets = torch.randint(vocabulary, (rows,), generator=source.generator, device=source.device)
+def _cross_entropy(inputs: Inputs) -> Iterator[Case]:
+    rows, size, vocabulary = inputs.batch * inputs.tokens, inputs.hidden, inputs.vocabulary
+    leaves = {"hidden": inputs.activations(size).flatten(0, 1), "weight": inputs.projection(vocabulary, size)}
+    targets = torch.randint(vocabulary, (rows,), generator=inputs.generator, device=inputs.device)
     name, flops = f"linear + cross-entropy, {size} to {vocabulary}", 2.0 * rows * size * vocabulary
     # The gradients are made in the forward pass. It takes milliseconds, and peers wait for the device in it.
     options = {"fixed": {"targets": targets}, "kept": (), "flops": flops, "graph": False}
-    yield source.case(["loss"], "cross-entropy", name, linear_cross_entropy, leaves, **options)
+    yield inputs.case(["loss"], "cross-entropy", name, linear_cross_entropy, leaves, **options)
 
 
 _MAKERS = (_convolution, _norm, _residual_norm, _gated_norm, _rotary, _selective_scan, _swiglu, _gates)
@@ -251,7 +251,7 @@ def make_cases(
     """Yield the cases of these functions, keys of `FUNCTIONS`, one at a time because they are large."""
     for function in functions:
         generator = torch.Generator(device).manual_seed(0)
-        yield from FUNCTIONS[function](Source(**sizes, dtype=dtype, device=device, generator=generator))
+        yield from FUNCTIONS[function](Inputs(**sizes, dtype=dtype, device=device, generator=generator))
 
 
 # Liger-Kernel's versions, called as in its layers. It has no causal convolution, no RMSNorm with a gate and

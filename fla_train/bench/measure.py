@@ -40,7 +40,7 @@ def peak_memory(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def recorded(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def as_cuda_graph(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Record `run` as a CUDA graph and return its replay, which costs no launches; return `run` on a CPU.
 
     `triton.testing.do_bench_cudagraph` would leave the inputs in the L2 cache, so `median_ms` times the
@@ -148,7 +148,7 @@ def _measure(implementation: Implementation, work: Work, report: Report, graphs:
     if report.device.type == "cuda":
         row["extra_memory_MiB"] = peak_memory(both) / 2**20
     for name, run in (("forward", forward), ("both", both)):
-        timed = recorded(run, report.device) if graphs else run
+        timed = as_cuda_graph(run, report.device) if graphs else run
         row[f"{name}_ms"] = median_ms(timed, report.device)
     if report.ceilings:
         forward_bound, both_bound = work.bounds(report.ceilings)

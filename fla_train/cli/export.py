@@ -54,7 +54,7 @@ def task(config: DictConfig) -> int:
     from fla_train.hub.checkpoint_config import resolve_checkpoint
     from fla_train.hub.convert import convert_export, stored_format
     from fla_train.hub.export import copy_export
-    from fla_train.hub.paths import own_name
+    from fla_train.hub.paths import last_component
     from fla_train.hub.push import push
     from fla_train.utils.device import pick_dtype
 
@@ -65,7 +65,7 @@ def task(config: DictConfig) -> int:
     with ExitStack() as stack:
         if dtype is not None or (settings.format and settings.format != stored_format(folder)):
             scratch = stack.enter_context(TemporaryDirectory(prefix="fla-export-"))
-            target = settings.output or Path(scratch, own_name(folder))
+            target = settings.output or Path(scratch, last_component(folder))
             folder = convert_export(folder, target, settings.format, dtype=dtype, mixer=settings.mixer)
         elif not isinstance(folder, Path):
             raise ValueError(f"{folder} is on the Hub already: give a run folder or an exported folder")

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from yaml import YAMLError
 
 from fla_train.hub.checksums import CARD
-from fla_train.hub.paths import own_name, run_folder
+from fla_train.hub.paths import last_component, run_folder
 from fla_train.models.flops import count_parameters
 from fla_train.models.settings import DeltaProductSettings
 from fla_train.utils.safe_files import find_json, parse_yaml
@@ -173,7 +173,8 @@ def _results(export: Path) -> Iterator[EvalResult]:
     written = (record if record.is_file() else export).stat().st_mtime
     for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
         result = find_json(file) or {}  # a full disk may have cut it short
-        if own_name(result.get("checkpoint", "")) == own_name(export) and file.stat().st_mtime >= written:
+        evaluated = last_component(result.get("checkpoint", ""))
+        if evaluated == last_component(export) and file.stat().st_mtime >= written:
             metrics |= result.get("metrics", {})
     for key, value in metrics.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")

@@ -68,7 +68,7 @@ def read_training_record(source: Path | str, commit: str | None = None) -> dict:
 def read_config(
     source: Path | str, *, translate: bool | None = None
 ) -> "DeltaProductSettings | PreTrainedConfig":
-    """Return the settings of the model that `load_weights` makes of a resolved checkpoint.
+    """Return the settings of the model that `load_causal_lm` makes of a resolved checkpoint.
 
     Raises:
         ValueError: it can't be read.

@@ -10,7 +10,7 @@ from fla_train.hub.checkpoint_config import config_content, read_training_record
 from fla_train.hub.checksums import visible_files
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
-from fla_train.hub.load import load_tokenizer, load_weights
+from fla_train.hub.load import load_causal_lm, load_checkpoint_tokenizer
 from fla_train.hub.paths import public_name
 from fla_train.models.configuration import DeltaProductConfig
 
@@ -43,7 +43,7 @@ def convert_export(
 
     Raises:
         ValueError: the format is unknown, the model is not a DeltaProduct model, one folder contains the
-            other, or what `load_weights` and `export_model` raise.
+            other, or what `load_causal_lm` and `export_model` raise.
     """
     folder, local = Path(folder).expanduser(), isinstance(source, Path)
     if local:
@@ -52,12 +52,12 @@ def convert_export(
     format = format or stored
     if format not in (OURS, *FORMATS):
         raise ValueError(f"format={format} is unknown: use {', '.join((OURS, *FORMATS))}")
-    model = load_weights(source, mixer=mixer, translate=True)
+    model = load_causal_lm(source, mixer=mixer, translate=True)
     if format != stored and not isinstance(model.config, DeltaProductConfig):
         raise ValueError(f"{source} is a {model.config.model_type}: format= needs a DeltaProduct model")
     card = CardInfo(**{"name": public_name(str(source)), **read_training_record(source)})
     without = local and not any(source.glob("tokenizer*"))  # a model of a synthetic task
-    tokenizer = None if without else load_tokenizer(source, model.config)
+    tokenizer = None if without else load_checkpoint_tokenizer(source, model.config)
     plots = [source / n for n in visible_files(source) if re.fullmatch(r"[^/]*\.png", n)] if local else ()
     dtype = dtype or model.dtype
     return export_model(model, tokenizer, folder, card, dtype=dtype, format=format, plots=plots)

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_train.hub.card import PREFIX, TRAINING_FILE, CardInfo, render_card, trained_prefix
 from fla_train.hub.checksums import (
@@ -30,6 +30,8 @@ from fla_train.hub.formats.read import load_reported
 from fla_train.hub.remote_code import write_remote_code
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.utils.filesystem import replaced_folder, save_tokenizer
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_model(
@@ -71,26 +73,11 @@ def export_model(
     weights = _weights(model, dtype)
     translation = FORMATS.get(format)
     with replaced_folder(folder) as aside:
-        config = copy.deepcopy(model.config)
-        config.architectures, config.dtype = [type(model).__name__], dtype
-        # Other programs read this as the context. The model itself has no limit.
-        if card.seq_len and isinstance(config, DeltaProductConfig):
-            config.max_position_embeddings = card.seq_len
+        config = _export_config(model, tokenizer, card, dtype)
         if tokenizer is not None:
             save_tokenizer(tokenizer, aside)
-            if (prefix := trained_prefix(vars(card), tokenizer)) is not None:
-                setattr(config, PREFIX, prefix)
-            generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
-            generation._from_model_config = False  # otherwise `generate` derives it again
-            eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-            special = {"eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
-            for name, token in ({"bos_token_id": tokenizer.bos_token_id} | special).items():
-                if getattr(config, name, None) is None:
-                    setattr(config, name, token)
-                if getattr(generation, name, None) is None:
-                    setattr(generation, name, getattr(config, name))
             # `save_pretrained` rejects combinations of settings that published models have.
-            generation.to_json_file(aside / "generation_config.json")
+            _generation_config(model, config).to_json_file(aside / "generation_config.json")
         stored, library = weights, None
         try:
             if translation is None:
@@ -117,6 +104,37 @@ def export_model(
             _load_back(model, weights, aside, dtype, translation)
             hashing.result()
     return folder
+
+
+def _export_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: CardInfo, dtype: torch.dtype
+) -> PreTrainedConfig:
+    """Return a copy of the model's config with class, dtype, context length and special tokens."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], dtype
+    # Other programs read this as the context. The model itself has no limit.
+    if card.seq_len and isinstance(config, DeltaProductConfig):
+        config.max_position_embeddings = card.seq_len
+    if tokenizer is None:
+        return config
+    if (prefix := trained_prefix(vars(card), tokenizer)) is not None:
+        setattr(config, PREFIX, prefix)
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    tokens = (tokenizer.bos_token_id, eos, eos if pad is None else pad)
+    for name, token in zip(SPECIAL, tokens, strict=True):
+        if getattr(config, name, None) is None:
+            setattr(config, name, token)
+    return config
+
+
+def _generation_config(model: PreTrainedModel, config: PreTrainedConfig) -> GenerationConfig:
+    """Return a copy of the model's generation config; where it has no special tokens, those of `config`."""
+    generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+    generation._from_model_config = False  # otherwise `generate` derives it again
+    for name in SPECIAL:
+        if getattr(generation, name, None) is None:
+            setattr(generation, name, getattr(config, name))
+    return generation
 
 
 def copy_export(source: Path, folder: str | Path) -> Path:

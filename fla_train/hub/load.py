@@ -83,15 +83,15 @@ def load_model(
         ValueError: no such checkpoint, its files are missing or damaged, or it needs its own code.
     """
     source = resolve_checkpoint(checkpoint)
-    model = load_weights(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
+    model = load_causal_lm(source, device, dtype, mixer=mixer, trust_remote_code=trust_remote_code)
     if format_name(model.config.model_type) in FORMATS and not class_was_chosen(source):
         name = type(model).__name__
         line = f"{source} runs as its library's {name}; `fla-export format=hf` converts it to ours"
         warnings.warn_explicit(line, UserWarning, "fla_train", 1)
-    return model, load_tokenizer(source, model.config, trust_remote_code=trust_remote_code)
+    return model, load_checkpoint_tokenizer(source, model.config, trust_remote_code=trust_remote_code)
 
 
-def load_tokenizer(
+def load_checkpoint_tokenizer(
     source: Path | str, config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a resolved checkpoint whose model has `config`.
@@ -108,7 +108,7 @@ def load_tokenizer(
         raise
 
 
-def load_weights(
+def load_causal_lm(
     checkpoint: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
@@ -117,7 +117,7 @@ def load_weights(
     trust_remote_code: bool = False,
     translate: bool | None = None,
 ) -> PreTrainedModel:
-    """Load the model as `load_model` does, without a tokenizer. `translate` is for `find_translation`."""
+    """Load only the model, as `load_model` does. `translate`: see `find_translation`."""
     source = resolve_checkpoint(checkpoint)
     if isinstance(source, Path) and (damage := find_export_damage(source, hashed_bytes=HASHED_BYTES)):
         raise ValueError(f"{source}/{damage}: {REMEDY}")

@@ -7,7 +7,7 @@ from pathlib import Path
 STEP = re.compile(r"step-(\d+)")
 
 
-def own_name(path: str | Path) -> str:
+def last_component(path: str | Path) -> str:
     """Return the last component of a path, also for `.` and `..`."""
     return os.path.basename(os.path.abspath(path))
 
@@ -21,8 +21,8 @@ def public_name(text: str) -> str:
     if not text or not (text.startswith(("/", "~", ".")) or text.count("/") > 1 or path.exists()):
         return text
     if path.parent.name == "hf":
-        return f"{own_name(path.parent.parent)} {path.name}"  # a slash would make it a name on the Hub
-    return own_name(path)
+        return f"{last_component(path.parent.parent)} {path.name}"  # a slash would make it a name on the Hub
+    return last_component(path)
 
 
 def run_folder(checkpoint: Path | str) -> Path | None:

@@ -8,7 +8,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
 from fla_train.hub.checksums import CARD, REMEDY, find_export_damage, visible_files
-from fla_train.hub.paths import own_name
+from fla_train.hub.paths import last_component
 from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import require_valid
 
@@ -82,7 +82,7 @@ def push(
         for file in api.list_repo_files(name, revision=revision):
             if file not in contents and EARLIER.fullmatch(file):
                 operations.append(CommitOperationDelete(file))
-        message = f"Upload {own_name(folder)} with fla-train"
+        message = f"Upload {last_component(folder)} with fla-train"
         commit = api.create_commit(name, operations, commit_message=message, revision=revision)
         if tag is not None:
             with suppress(RevisionNotFoundError):

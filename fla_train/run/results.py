@@ -146,10 +146,10 @@ class Run:
         Raises:
             ValueError: the export or the checkpoint does not exist, or files are missing or damaged.
         """
-        from fla_train.hub.load import load_weights
+        from fla_train.hub.load import load_causal_lm
 
         if checkpoint is None:
-            return load_weights(self.path, device)
+            return load_causal_lm(self.path, device)
         kept = self.checkpoints
         folder = kept.get(checkpoint) if isinstance(checkpoint, int) else Path(checkpoint)
         if folder is None or not folder.is_dir():

@@ -121,6 +121,7 @@ class CodeTrace(Task):
         lines = np.empty((len(keys), n + length), dtype=np.int64)
         lines[:, :n] = np.arange(n) * n + state
         value = np.zeros(len(keys), dtype=np.int64)
+        # A cycle has `gap` permutations, a print and the printed value. One draw is enough for a line.
         for j, draws in enumerate(drawn[1 + n :]):
             phase = j % (gap + 2)
             move = np.where(phase < gap, below(draws, len(self._moves) - 1), len(self._moves) - 1)

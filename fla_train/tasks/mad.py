@@ -131,40 +131,42 @@ class FuzzyRecall(Task):
         n, motif, places = len(keys), self.motif, self.seq_len // 2
         for_probe, drawn = np.split(draw(keys, 1 + (places + 1) * (2 + 2 * motif)), [1])
         pairs = [self._pair(part) for part in np.split(drawn, places + 1)]
-        (probe, probe_key), size = pairs.pop(), 2 * motif
-        probe_size = (probe >= 0).sum(1)
-        room = self.seq_len - probe_size - size  # a place begins before it
+        # The probe is the pair that comes again at the end.
+        (probe, probe_key), longest = pairs.pop(), 2 * motif
+        room = self.seq_len - (probe >= 0).sum(1) - longest  # a place begins before it
         probe_from = below(for_probe[0], room)
 
         sequence = np.full((n, self.seq_len + 1), self.vocab_size - 1, dtype=np.int64)
         asked = np.zeros_like(sequence, dtype=bool)
-        rows, end, probed = np.arange(n), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        rows, end, has_probe = np.arange(n), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
         known_keys, known_values = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)
 
-        def append(place: int, pair: np.ndarray, key: np.ndarray, going: np.ndarray) -> None:
-            """Append a key and its value to the rows `going`. A known key has its value again, `asked`."""
+        def append(place: int, pair: np.ndarray, key: np.ndarray, chosen: np.ndarray) -> None:
+            """Append a key and its value to the rows `chosen`. A known key has its value again, `asked`."""
             nonlocal end
             same = known_keys == key[:, None]
             again = same.any(1)
             value = np.where(again[:, None], known_values[rows, same.argmax(1)], pair[:, motif:])
-            known_keys[going, place], known_values[going, place] = key[going], value[going]
+            known_keys[chosen, place], known_values[chosen, place] = key[chosen], value[chosen]
             for i, letter in enumerate(np.concatenate([pair[:, :motif], value], axis=1).T):
-                has = going & (letter >= 0)
+                has = chosen & (letter >= 0)
                 sequence[rows[has], end[has]] = letter[has]
                 asked[rows[has], end[has]] = again[has] & (i >= motif)
                 end = end + has
 
         for place, (pair, key) in enumerate(pairs):
-            going = end < room
-            due = going & ~probed & ((end >= probe_from) | (end + size >= room))
+            unfinished = end < room
+            # Insert the probe at the first place from `probe_from` on, or else at the last place.
+            due = unfinished & ~has_probe & ((end >= probe_from) | (end + longest >= room))
             pair, key = np.where(due[:, None], probe, pair), np.where(due, probe_key, key)
-            probed |= going & (key == probe_key)
-            pair[key == probe_key] = probe[key == probe_key]
-            append(place, pair, key, going)
+            is_probe = key == probe_key  # also where its key was drawn by chance
+            has_probe |= unfinished & is_probe
+            pair[is_probe] = probe[is_probe]
+            append(place, pair, key, unfinished)
         append(places, probe, probe_key, np.full(n, True))
-        # Blanks in front: every row is turned so that it ends at the last place.
-        turned = (np.arange(self.seq_len + 1) + end[:, None]) % (self.seq_len + 1)
-        sequence, asked = np.take_along_axis(sequence, turned, 1), np.take_along_axis(asked, turned, 1)
+        # Rotate every row so that it ends at the last token, with the blanks in front.
+        rotated = (np.arange(self.seq_len + 1) + end[:, None]) % (self.seq_len + 1)
+        sequence, asked = np.take_along_axis(sequence, rotated, 1), np.take_along_axis(asked, rotated, 1)
         labels = sequence[:, 1:] if self.training else np.where(asked, sequence, IGNORE)[:, 1:]
         return Batch.of(sequence[:, :-1].copy(), labels.copy(), length=self.seq_len)
 

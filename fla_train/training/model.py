@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from fla_train.data.cache import PreparedData
 from fla_train.hub.card import CardInfo
-from fla_train.hub.load import load_weights
-from fla_train.hub.paths import own_name, public_name
+from fla_train.hub.load import load_causal_lm
+from fla_train.hub.paths import last_component, public_name
 from fla_train.hub.saved_config import map_text
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo
@@ -63,7 +63,7 @@ def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
     if config.init_from is None:
         return
     options = {"mixer": getattr(model.config, "mixer", None), "translate": not is_zoo(config.model)}
-    weights = load_weights(config.init_from, dtype=model.dtype, **options)
+    weights = load_causal_lm(config.init_from, dtype=model.dtype, **options)
     model.load_state_dict(weights.state_dict())
 
 
@@ -83,7 +83,7 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
     device = read_json(folder.environment).get("hardware") if folder.environment.is_file() else None
     processes = dist.get_world_size() if dist.is_initialized() else 1
     tokenizer, source = data.manifest["tokenizer"]["name"], data.manifest["source"]
-    kind = own_name(config.data.path) if source["kind"] == "local" else source["kind"]
+    kind = last_component(config.data.path) if source["kind"] == "local" else source["kind"]
     sources = [config.data, *config.data.mixture.values()] if config.task is None else []
     return CardInfo(
         name=folder.name,
@@ -127,5 +127,5 @@ def public_config(config: TrainConfig) -> str:
     for source in (content["data"], *content["data"]["mixture"].values()):
         # The path may be a glob, or no longer exist.
         if source["source"] == "local" and source["path"]:
-            source["path"] = own_name(source["path"])
+            source["path"] = last_component(source["path"])
     return OmegaConf.to_yaml(OmegaConf.create(map_text(public_name, content)))

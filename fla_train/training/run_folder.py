@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from fla_train.hub.paths import own_name
+from fla_train.hub.paths import last_component
 from fla_train.training.checkpoint import CheckpointStore
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.locks import open_lock, try_lock
@@ -32,7 +32,7 @@ class RunFolder:
 
     def __init__(self, root: Path):
         self.root = root
-        self.name = own_name(root)
+        self.name = last_component(root)
         self.config = root / "config.yaml"
         self.environment = root / "environment.json"
         self.plan = root / "plan.json"

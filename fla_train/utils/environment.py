@@ -19,7 +19,7 @@ def describe_environment(device: str) -> dict:
     """Return the description as plain JSON. `device` runs the work (`cpu`, `cuda`, `cuda:1`, ...)."""
     import torch  # takes seconds, and `--version` does not need it
 
-    peers = {name: version for name in PEERS if (version := package_version(name)) is not None}
+    versions = {name: package_version(name) for name in (*PACKAGES, *PEERS)}
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -28,7 +28,7 @@ def describe_environment(device: str) -> dict:
         "fla_train": fla_train.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: package_version(name) for name in PACKAGES} | peers,
+        "packages": {name: number for name, number in versions.items() if number or name in PACKAGES},
         "device": device,
         "hardware": torch.cuda.get_device_name(device) if gpus and "cuda" in device else _processor(),
         "devices": gpus,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fla_train.eval.expressivity import trained_task
 from fla_train.hub.checkpoint_config import resolve_checkpoint
-from fla_train.hub.load import load_weights
+from fla_train.hub.load import load_causal_lm
 from fla_train.kernels.delta_product.recurrent import l2norm
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.tasks.group_words import GroupWords
@@ -111,7 +111,7 @@ def draw(layer: Transitions, file: Path, heads: Sequence[int]) -> None:
 def main(checkpoint: str, folder: Path, heads: Sequence[int] = ()) -> None:
     """Draw layer-N.svg for each recurrent layer."""
     source = resolve_checkpoint(checkpoint)
-    model = load_weights(source, "cuda" if torch.cuda.is_available() else "cpu", None)
+    model = load_causal_lm(source, "cuda" if torch.cuda.is_available() else "cpu", None)
     task = next(iter(tasks_for_testing(trained_task(model, source, None)).values()))
     kept = torch.as_tensor(task.elements) if isinstance(task, GroupWords) else torch.arange(task.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fla_train.hub.export import export_model
-from fla_train.hub.load import load_weights
+from fla_train.hub.load import load_causal_lm
 
 pytestmark = pytest.mark.gpu
 SIZE = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_heads": 4}
@@ -64,8 +64,8 @@ def test_logits_are_those_of_its_model(cell: str, tmp_path: Path, monkeypatch: p
     config = AutoConfig.for_model(**SIZE, **LARGE, **CELLS[cell])
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16).cuda()
-    narrow = load_weights(tmp_path / "theirs", "cuda")
-    wide = load_weights(tmp_path / "theirs", "cuda", torch.float32)
+    narrow = load_causal_lm(tmp_path / "theirs", "cuda")
+    wide = load_causal_lm(tmp_path / "theirs", "cuda", torch.float32)
     folder = export_model(narrow, None, tmp_path / "back", dtype=torch.bfloat16, format="fla")
     back, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, output_loading_info=True

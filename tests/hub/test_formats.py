@@ -14,7 +14,7 @@ from fla_train.hub.card import CardInfo
 from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.formats import fla
-from fla_train.hub.load import load_model, load_weights, trained_length
+from fla_train.hub.load import load_causal_lm, load_model, trained_length
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
@@ -165,7 +165,7 @@ def test_a_foreign_checkpoint_from_the_hub(safe: bool, tokenizer, tmp_path: Path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    loaded = load_weights("user/tiny")
+    loaded = load_causal_lm("user/tiny")
     assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(model))
     ours = load_model(convert_export("user/tiny", tmp_path / "ours", "hf"))[0]
     assert ours.dtype == torch.bfloat16 and torch.equal(logits(ours), logits(model))
@@ -185,16 +185,16 @@ def test_weights_that_do_not_fit(damage: Callable, message: str, tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(CONTENTS["gated_deltanet"]))
     save_torch_state_dict(state, tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_weights(tmp_path)
+        load_causal_lm(tmp_path)
 
 
 def test_a_run_keeps_the_class_that_it_trained(tmp_path: Path) -> None:
     """An export of `model=fla/...` is read by that class, unless it is translated."""
     record = CardInfo(config="model: {source: fla, model_type: gated_deltanet}\n")
     folder = export_model(model_of("gated_deltanet"), None, tmp_path / "theirs", record, format="fla")
-    ours = load_weights(convert_export(folder, tmp_path / "ours", "hf"))
+    ours = load_causal_lm(convert_export(folder, tmp_path / "ours", "hf"))
     assert isinstance(ours, DeltaProductForCausalLM)
     try:
-        assert type(load_weights(folder)).__module__.startswith("fla.")
+        assert type(load_causal_lm(folder)).__module__.startswith("fla.")
     except ValueError as refusal:
         assert "pip install flash-linear-attention" in str(refusal)

@@ -15,7 +15,7 @@ from fla_train.hub.checkpoint_config import resolve_checkpoint
 from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.load import document_prefix, load_model, recorded_length, trained_length
-from fla_train.hub.paths import own_name, run_folder
+from fla_train.hub.paths import last_component, run_folder
 from tests.refusal import refusal
 
 
@@ -31,13 +31,13 @@ def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_checkpoint("some-user/some.model-1b") == "some-user/some.model-1b"
     assert run_folder(newest) == run and run_folder("some-user/some.model-1b") is None
     (tmp_path / "linked").symlink_to(run)
-    assert own_name(tmp_path / "linked") == "linked"
+    assert last_component(tmp_path / "linked") == "linked"
     for inside in ("eval", "eval/first", "hf", "hf/step-10000000"):
         monkeypatch.chdir(run / inside)
         up = "/".join([".."] * (1 + inside.count("/")))
         for checkpoint in (up, f"{up}/hf", "." if inside.startswith("hf") else up):
             source = resolve_checkpoint(checkpoint)
-            assert (run_folder(source), own_name(source)) == (run, newest.name)
+            assert (run_folder(source), last_component(source)) == (run, newest.name)
 
 
 def test_resolve_what_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

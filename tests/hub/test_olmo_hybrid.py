@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, OlmoHybridConfig, OlmoHybridForCa
 from fla_train.hub.convert import convert_export
 from fla_train.hub.export import export_model
 from fla_train.hub.formats import olmo_hybrid
-from fla_train.hub.load import load_model, load_weights
+from fla_train.hub.load import load_causal_lm, load_model
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
@@ -79,7 +79,7 @@ def test_a_model_of_transformers_loads_as_ours(tmp_path: Path):
     export_model(theirs, None, tmp_path / "modules")  # the names of its modules
     theirs.save_pretrained(tmp_path / "saved")  # and those of transformers' files
     for folder in ("modules", "saved"):
-        model = load_weights(tmp_path / folder, translate=True)
+        model = load_causal_lm(tmp_path / folder, translate=True)
         assert isinstance(model, DeltaProductForCausalLM) and model.config.rope_theta == 10000.0
         assert_equal_logits(model, theirs)
 
