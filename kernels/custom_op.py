@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Of the operators' names. The Python files of an export are modules of another package, and so get another
-# one: a process may hold several copies of this code.
+# Namespace of the operators. It contains the package's name, because a process may import several copies of
+# this code: the Python files of an export are modules of another package.
 NAMESPACE = re.sub(r"\W", "_", __name__.split(".kernels.")[0], flags=re.ASCII)
 
 

@@ -1,10 +1,10 @@
-"""Compile the Triton kernels of some work in parallel, before the work runs.
+"""Compile the Triton kernels of a computation in parallel, before it runs.
 
-Triton compiles a kernel at its first launch, for seconds, and one after another. Here the work is run once
-without launches, which takes milliseconds and tells every kernel with its specialization; Triton's
-`AsyncCompileMode` compiles them in threads. The compiler's passes release Python's lock, and `ptxas` is a
-separate process. Each thread also loads its kernel on the device, for which Triton 3.6 compiles a launcher
-in C: half a second that the first launch would take otherwise.
+Triton compiles each kernel at its first launch, which takes seconds, one kernel after another. Here the
+computation first runs without launches. This takes milliseconds and collects every kernel with its
+specialization. Triton's `AsyncCompileMode` compiles them in threads: the compiler's passes release Python's
+lock, and `ptxas` is a separate process. Each thread also loads its kernel on the device, for which Triton 3.6
+compiles a launcher in C. Otherwise the first launch would take half a second for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,16 +20,16 @@ from fla_train.kernels.optional_triton import triton
 def precompile(work: Callable[[], object], threads: int) -> None:
     """Compile the kernels that `work` launches; return once they are compiled, or read from Triton's cache.
 
-    `work` runs in this thread, backward passes included, on memory that no kernel has filled: its results
-    mean nothing. Neither control flow nor an index may depend on them: an index out of bounds makes the GPU
-    unusable for the process. A kernel that does not compile fails at its launch, later. No other thread may
-    launch a kernel meanwhile.
+    `work` runs in this thread, including backward passes. No kernel fills its memory, so its results are
+    meaningless: neither control flow nor an index may depend on them, because an index out of bounds makes
+    the GPU unusable for the process. A kernel that does not compile raises its error later, at its launch. No
+    other thread may launch a kernel meanwhile.
 
     Args:
-        threads: in which kernels are compiled.
+        threads: number of threads that compile kernels.
 
     Raises:
-        RuntimeError: `work` calls a kernel that tunes itself (`triton.autotune`), which needs its times.
+        RuntimeError: `work` calls a kernel that tunes itself (`triton.autotune`), which must run to be timed.
     """
     with (
         _CompileAndLoad(threads) as pool,
@@ -50,7 +50,7 @@ class _CompileAndLoad(ThreadPoolExecutor):
     def submit(self, job: Callable[[], Any]) -> Future:
         def work() -> Any:
             kernel = job()
-            _ = kernel.run  # it is made, and the kernel loaded, when first asked for
+            _ = kernel.run  # the first access compiles the launcher and loads the kernel
             return kernel
 
         return super().submit(work)

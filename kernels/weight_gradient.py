@@ -7,8 +7,8 @@ from torch import Tensor
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dy^T x of dy [rows, out] and x [rows, in], as [out, in] in `dtype`.
 
-    For a float32 weight under autocast a GPU's product writes its fp32 sums as they are: no rounding to 16
-    bits, and no pass over the gradient that casts it.
+    For a float32 weight under autocast a GPU's product writes its fp32 sums directly. They are not rounded to
+    16 bits, and no second pass casts them.
     """
     if _writes_float32(dy, dtype):
         return torch.mm(dy.t(), x, out_dtype=dtype)
@@ -16,7 +16,7 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Add dy^T x to `total` [out, in]: on a GPU within the product, as `weight_gradient` writes it."""
+    """Add dy^T x to `total` [out, in]. A GPU's product adds its fp32 sums to it directly."""
     if _writes_float32(dy, total.dtype):
         torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
     else:

@@ -40,10 +40,10 @@ from fla_train.models.context import Masks, attention_kinds
 from fla_train.models.fused_step import fused_step, takes_fused_step
 from fla_train.models.layers import is_plain
 
-PREFILL_TOKENS = 16384  # of all sequences in one pass over a prompt; `prefill_chunk_size` overrides it
+PREFILL_TOKENS = 16384  # of all sequences in one pass over a prompt, unless `prefill_chunk_size` is set
 CHECK_EVERY = 16  # steps between checks on the host whether all sequences have finished
 PURE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # read the scores only
-PLACES = 1024  # unit of sizes, so that calls share a graph
+SIZE_UNIT = 1024  # tokens; capacities are rounded up to it, so that calls of similar length share a graph
 RECORDING = Lock()  # only one graph can be recorded at a time
 # The last unused decoder of each model, with the key of its graph.
 DECODERS: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, "Decoder"]] = WeakKeyDictionary()
@@ -60,16 +60,17 @@ def takes_loop(
     Requests with returned scores, adapters, hooks or weights on several devices keep transformers' loop.
     """
     cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-    wanted, returned = generation_config, ("scores", "logits", "attentions", "hidden_states")
+    returned = ("scores", "logits", "attentions", "hidden_states")
+    returns_them = any(getattr(generation_config, f"output_{name}") for name in returned)
     return (
         type(cache) is DynamicCache
         and not cache.offloading
-        and not (wanted.return_dict_in_generate and any(getattr(wanted, f"output_{x}") for x in returned))
-        and not wanted.is_assistant
+        and not (generation_config.return_dict_in_generate and returns_them)
+        and not generation_config.is_assistant
         and stopping_criteria.max_length is not None
         and _is_plain_model(model)  # so its device is not meta, for which torch knows no autocast
         and not torch.is_autocast_enabled(model.device.type)
-        # Padding is on the left.
+        # With attention layers all padding must be on the left.
         and (mask is None or not model.config.attention_layers or not (mask.bool().int().diff() < 0).any())
     )
 
@@ -170,17 +171,17 @@ def _decoder(
     choice: Choice,
 ) -> tuple[Hashable, "Decoder"]:
     """Return a key and a decoder with the states of `cache`, reused from an earlier call with this key."""
-    seen = cache.get_seq_length() if model.config.attention_layers else 0
-    places = PLACES * ceil_div(seen + new_tokens, PLACES) if model.config.attention_layers else 1
-    size = max(PLACES, next_power_of_2(new_tokens + 1))
-    config = model.config
+    config, cache_len = model.config, 1
+    if config.attention_layers:
+        cache_len = SIZE_UNIT * ceil_div(cache.get_seq_length() + new_tokens, SIZE_UNIT)
+    new_len = max(SIZE_UNIT, next_power_of_2(new_tokens + 1))
     settings = config.backend, config._attn_implementation, torch.is_inference_mode_enabled()
     weights = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
-    key = batch, size, places, choice.key, settings, weights
+    key = batch, new_len, cache_len, choice.key, settings, weights
     previous, decoder = DECODERS.pop(model, (None, None))
     if previous != key:
         del decoder  # frees its memory for the next
-        decoder = Decoder(model, batch, size, places, choice)
+        decoder = Decoder(model, batch, new_len, cache_len, choice)
         if model.device.type == "cuda":
             decoder.load(cache, mask)
             with RECORDING:
@@ -196,15 +197,15 @@ class Decoder:
     Args:
         batch: B.
         new_tokens: capacity for new tokens.
-        places: capacity for tokens of a sequence in layers of full attention.
+        cache_len: capacity for tokens of a sequence in layers of full attention.
         choice: how a token is chosen.
     """
 
     def __init__(
-        self, model: PreTrainedModel, batch: int, new_tokens: int, places: int, choice: Choice
+        self, model: PreTrainedModel, batch: int, new_tokens: int, cache_len: int, choice: Choice
     ) -> None:
         config, device = model.config, model.device
-        self.cache = cache_for(StaticCache(config=config, max_cache_len=places), config, True, device)
+        self.cache = cache_for(StaticCache(config=config, max_cache_len=cache_len), config, True, device)
         for index, kind in enumerate(config.layer_types):
             if kind == "sliding_attention":
                 self.cache.layers[index] = WindowLayer(config.sliding_window)
@@ -215,7 +216,7 @@ class Decoder:
         self.new_tokens = torch.zeros(batch, new_tokens, dtype=torch.long, device=device)
         self.count = torch.zeros(1, dtype=torch.long, device=device)  # number of `new_tokens`
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
-        self.padding = torch.zeros(batch, dtype=torch.long, device=device)  # places before the first token
+        self.padding = torch.zeros(batch, dtype=torch.long, device=device)  # tokens before the prompt
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -228,10 +229,9 @@ class Decoder:
                 static.reset()
                 static.update(layer.keys, layer.values)
                 static.cumulative_length.fill_(layer.get_seq_length())
+        self.padding.zero_()
         if mask is not None:
             self.padding.copy_((mask == 0).cumprod(1).sum(1))
-        else:
-            self.padding.zero_()
         self.count.zero_()
         self.unfinished.fill_(True)
 
@@ -243,7 +243,7 @@ class Decoder:
             elif steps:
                 total = layer.get_seq_length() + steps
                 end = static.max_cache_len if isinstance(static, WindowLayer) else total
-                new = slice(max(end - steps, 0), end)
+                new = slice(max(end - steps, 0), end)  # a window has its newest tokens last
                 layer.update(static.keys[:, :, new], static.values[:, :, new])
                 layer.cumulative_length = total  # of a window shorter than `steps`
 
@@ -279,8 +279,8 @@ class Decoder:
         masks: Masks = {"padding_mask": None}
         for kind, layer in self.kinds.items():
             keys, first = self.cache.layers[layer].get_mask_sizes(1)
-            places = torch.arange(keys, device=self.token.device) + first
-            masks[kind] = places >= self.padding[:, None]
+            positions = torch.arange(keys, device=self.token.device) + first
+            masks[kind] = positions >= self.padding[:, None]
             masks["padding_mask"] = torch.ones_like(self.token, dtype=torch.bool)
         if takes_fused_step(model):
             self.logits = fused_step(model, self.token, masks, self.cache)

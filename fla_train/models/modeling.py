@@ -75,9 +75,9 @@ class Block(GradientCheckpointingLayer):
         self.norm_after = config.norm_after and not self.linear
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-        for layer in (getattr(self.attn, "o_proj", None), self.mlp.down_proj):
-            if isinstance(layer, nn.Linear):  # a custom mixer may have none
-                layer.writes_residual = True
+        for projection in (getattr(self.attn, "o_proj", None), self.mlp.down_proj):
+            if isinstance(projection, nn.Linear):  # a custom mixer may have no o_proj
+                projection.writes_residual = True
 
     def forward(
         self, x: Tensor, update: Tensor | None, context: SequenceContext, cache: Cache | None = None

@@ -90,11 +90,11 @@ class ChunkLayout:
         return x[:, :tokens].contiguous() if self.rows is None else x.index_select(1, self.rows)
 
     def before(self, states: Tensor) -> Tensor:
-        """Return for each chunk, the state that it starts from."""
+        """Return the state from which each chunk starts."""
         return states[:-1] if len(self.first) == 1 else states[self.entries]
 
     def after(self, states: Tensor) -> Tensor:
-        """Return for each chunk, the state that it ends in."""
+        """Return the state in which each chunk ends."""
         return states[1:] if len(self.first) == 1 else states[[entry + 1 for entry in self.entries]]
 
 
@@ -255,13 +255,14 @@ def _reciprocal_norm(x: Tensor) -> Tensor:
 
 
 def _normalised_backward(grad: Tensor, normalised: Tensor, rnorm: Tensor) -> Tensor:
-    """Return gradient of x from that of x * rnorm(x)."""
+    """Return the gradient of x from that of x * rnorm(x)."""
     return rnorm * (grad - normalised * (normalised * grad).sum(-1, keepdim=True))
 
 
-# torch.compile calls these two operators. It cannot trace the function: the number of chunks of packed
-# rows, a loop's length and a tensor's size, depends on data ("Could not extract specialized integer from
-# data-dependent expression"). Nothing of such a size can be kept, so the backward runs the forward again.
+# torch.compile calls these two operators, because it cannot trace the function. The number of chunks of
+# packed rows, which is a loop's length and a tensor's size, depends on data ("Could not extract specialized
+# integer from data-dependent expression"). Tensors of such a size can't be kept for the backward pass, so it
+# runs the forward pass again.
 @torch.library.custom_op(f"{NAMESPACE}::chunk", mutates_args=())
 def _chunk_op(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None,
@@ -280,7 +281,7 @@ def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, qk_l2norm):
 def _chunk_backward_op(
     do: Tensor, dfinal_state: Tensor, inputs: list[Tensor | None], scale: float, qk_l2norm: bool
 ) -> list[Tensor]:
-    """Return gradients of those inputs but `cu_seqlens`, the last, that are not None."""
+    """Return the gradients of all inputs that are not None, except `cu_seqlens`, the last one."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:-1]]
     with torch.enable_grad():
         outputs = _ChunkDeltaProduct.apply(*leaves, inputs[-1], scale, qk_l2norm)

@@ -152,11 +152,12 @@ def delta_product_step(
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """Return the backend: the argument, else `FLA_TRAIN_BACKEND`, else triton on CUDA, chunk elsewhere
-    and without the package triton.
+    """Return the backend: the argument, or `FLA_TRAIN_BACKEND`, or the default if both are auto.
+
+    The default is triton on CUDA, and chunk elsewhere or without the package triton.
 
     Raises:
-        ValueError: for a name that is not in `BACKENDS`, and for triton on a device that it cannot run on.
+        ValueError: the name is not in `BACKENDS`, or triton cannot run on the device.
     """
     source = "backend"
     if backend == "auto":
@@ -175,7 +176,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def load_backend(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Load a backend's function; Triton, which loads slowly, is imported on first use."""
+    """Return a backend's function. Triton is imported on first use, because that is slow."""
     if name == "triton":
         from fla_train.kernels.delta_product.triton.chunk import triton_delta_product
 
@@ -223,7 +224,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, rows: Tensor) -> None:
     """Check bounds of the documents that are packed in `rows` [B = 1, T, ...]; values only in host memory.
 
     Raises:
-        ValueError: they are none.
+        ValueError: they are not such bounds.
     """
     batch, tokens = rows.shape[:2]
     if batch != 1:

@@ -26,21 +26,21 @@ def row_stride(x: Tensor) -> int:
 
 
 class SideBySideGradients:
-    """Memory for the gradients of tensors [..., size] with one gradient function: columns of one tensor.
+    """Memory for the gradients of all outputs [..., size] of an autograd function, as columns of one tensor.
 
-    The function's context keeps this as its attribute `side_by_side`, where `empty_gradient` looks for it.
+    The function's context stores this as its attribute `side_by_side`, which `empty_gradient` reads.
 
     Args:
-        sizes: of the tensors, and of columns of zeros after them.
+        sizes: columns of each output, and the number of columns of zeros after them.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         self.wide: Tensor | None = None
-        self.free: dict[int, Tensor] = {}  # columns that nobody has asked for, by index
+        self.free: dict[int, Tensor] = {}  # columns that `take` has not returned yet, by index
 
     def take(self, index: int, like: Tensor) -> Tensor:
-        """Return unwritten memory for gradient `index` of the dtype of `like`; a new one at a second call."""
+        """Return uninitialized memory for gradient `index`; new memory if called again for this index."""
         if index not in self.free:
             self.wide = like.new_empty(*like.shape[:-1], sum(self.sizes))
             *columns, padding = self.wide.split(self.sizes, -1)
@@ -51,7 +51,7 @@ class SideBySideGradients:
     def collect(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Return all gradients and the zeros as one tensor; None if they are not in this memory.
 
-        A gradient that is elsewhere is copied, unless its memory was taken: it may be in use.
+        A gradient elsewhere is copied to its columns, unless `take` has returned them: they may be in use.
         """
         wide, free, self.wide, self.free = self.wide, self.free, None, {}
         if wide is None:
@@ -66,7 +66,7 @@ class SideBySideGradients:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """Return unwritten memory for the gradient of x, side by side with others' where x was made so."""
+    """Return uninitialized memory for the gradient of x, in its `SideBySideGradients` if x has one."""
     compiling = torch.compiler.is_compiling()  # which traces no attributes of gradient functions
     gradients = None if compiling else getattr(x.grad_fn, "side_by_side", None)
     return x.new_empty(x.shape) if gradients is None else gradients.take(x.output_nr, x)

@@ -31,7 +31,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str = "a
 
     Args:
         gate, up: [..., D], of the same shape and dtype.
-        weight: [D_out, D]; taken in the dtype of `gate`.
+        weight: [D_out, D]; cast to the dtype of `gate`.
         backend: "torch", "triton" or "auto" (see `resolve_backend`).
 
     Returns:
