@@ -187,9 +187,9 @@ def find_runs(places: Iterable[str | Path]) -> list[Run]:
 def _is_readable(folder: Path) -> bool:
     """Return whether a folder's config belongs to a run. Warn if it is damaged or something else."""
     try:
-        if "trainer.max_steps" in Run(folder).settings:
+        if Run(folder).settings.get("trainer.max_steps") is not None:
             return True
-        reason = "it has no trainer.max_steps"
+        reason = "it has no trainer.max_steps, and there is no plan.json"
     except (OSError, ValueError) as failure:
         reason = " ".join(str(failure).split())
     logger.warning("%s is left out, because its config.yaml does not belong to a run: %s", folder, reason)

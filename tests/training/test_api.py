@@ -100,7 +100,7 @@ def folders(make_config: Make, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_are_found_in_order_with_what_differs(folders: Path) -> None:
+def test_runs_are_found_in_order_with_what_differs(folders: Path, make_config: Make) -> None:
     runs = find_runs([folders / "sweeps", folders])
     assert [run.name for run in runs] == ["2-optimizer.lr=0.1", "10-optimizer.lr=0.2", "other"]
     assert differences(runs[:2]) == [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
@@ -111,6 +111,9 @@ def test_runs_are_found_in_order_with_what_differs(folders: Path) -> None:
     lock.close()
     with pytest.raises(ValueError, match="there is no"):
         find_runs([folders / "nowhere"])
+    # Without plan.json nobody knows the last step of a run whose length is in tokens.
+    runs[0].files.config.write_text(to_yaml(make_config("trainer.max_steps=null", "trainer.max_tokens=4096")))
+    assert [run.name for run in find_runs([folders])] == ["other", "10-optimizer.lr=0.2"]
 
 
 def test_fla_runs_prints_a_table_and_draws(
