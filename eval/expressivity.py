@@ -7,6 +7,8 @@ from operator import add
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from fla_train.eval.result_cache import Job, describe_code
 from fla_train.eval.session import Session
 from fla_train.hub.card import recorded_config
 from fla_train.hub.load import training_record
+from fla_train.hub.saved_config import escaped
 from fla_train.tasks.config import TaskConfig
 from fla_train.tasks.registry import TEST_SEED, is_custom, make_task, task_class, tasks_for_testing
 from fla_train.tasks.score import TaskScore
@@ -40,13 +43,16 @@ def trained_task(
     """Return the task that the export's training config names.
 
     Raises:
-        ValueError: the model was not trained on a task, or the task is a Python class and the user neither
-            names it (`permitted`) nor trusts the checkpoint.
+        ValueError: the model was not trained on a task, the task's config is of another version, or the task
+            is a Python class and the user neither names it (`permitted`) nor trusts the checkpoint.
     """
     node = recorded_config(training_record(model)).get("task")
     if node is None:
         raise ValueError(f"{source} was not trained on a task: train one with fla-train task=... first")
-    task = TaskConfig(**node)
+    try:
+        task = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TaskConfig), escaped(node)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{source}/training.json: task.{error.full_key}: {error.msg}") from error
     if is_custom(task.kind) and permitted != task.kind and not trust:
         raise ValueError(f"add suite.expressivity.task={task.kind}: it is code, which a file may not choose")
     return task

@@ -39,3 +39,12 @@ def test_the_suite_reports_a_solved_task(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(result.accuracy["length_100"]["y"]) == 100
     assert "| length_100 | sequence_accuracy | - | 1.0000 |" in (folder / "table.md").read_text()
     assert (folder / "accuracy.png").is_file()
+
+
+@pytest.mark.parametrize("line", ["  bogus: 1\n", "  stop_at: [a, {b: '${oc.env:HOME}'}]\n  curriculum: 3\n"])
+def test_a_task_of_another_version_is_named(line: str, tmp_path: Path) -> None:
+    export_model(symmetric(3).float(), None, tmp_path / "export", CardInfo(config=TASK + line))
+    suite = SuiteConfig(name="expressivity", expressivity=ExpressivityConfig(sequences=4))
+    config = EvalConfig(str(tmp_path / "export"), str(tmp_path / "out"), device="cpu", suite=suite)
+    with pytest.raises(ValueError, match=r"training\.json: .*(bogus|curriculum)"):
+        evaluate(config, progress=False)
