@@ -130,6 +130,7 @@ def test_a_run_tells_all_that_it_is_asked_for(
 ):
     more = ["trainer.max_steps=4", "trainer.profile_steps=[3]", "trainer.stats_every=2"]
     more += ["trainer.eval_buckets=2", "launch.peak_tflops=0.001", "logger.tensorboard=true"]
+    more += ["trainer.activation_checkpointing=selective"]  # recomputes what the statistics observe
     warm_ranks.launch(make_config(*TWO_RANKS, *more, f"run.dir={tmp_path}"))
     always = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps"}
     always |= {"tokens_per_second", "mfu", "memory_gib", "data_wait"}

@@ -59,13 +59,14 @@ class Statistics(Callback):
     def _observer(self, layer: int):
         @torch.no_grad()
         def observe(mixer: nn.Module, arguments: tuple) -> None:
-            if f"beta/{layer}" in self._gates:  # a later micro-batch, or a recomputation
-                return
+            # Selective checkpointing needs the same products when it recomputes a layer. So they are always
+            # computed, and only the results of a recomputation and of later micro-batches are dropped.
             beta, g = mixer.gates(arguments[0][:1])
-            self._gates[f"beta/{layer}"] = beta.mean()
-            self._gates[f"beta_above_1/{layer}"] = (beta > 1).float().mean()
+            values = {"beta": beta.mean(), "beta_above_1": (beta > 1).float().mean()}
             if g is not None:
-                self._gates[f"decay/{layer}"] = g.exp().mean()
+                values["decay"] = g.exp().mean()
+            for name, value in values.items():
+                self._gates.setdefault(f"{name}/{layer}", value)
 
         return observe
 
