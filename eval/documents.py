@@ -44,15 +44,15 @@ def run_data(run: Path | None, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
         ValueError: the run folder is missing, its config does not name data, or data that are prepared again
             have another tokenizer, because a bpe tokenizer is trained on text that has changed.
     """
-    config = run / "config.yaml" if run else None
-    if config is None or not config.is_file():
+    file = run / "config.yaml" if run else None
+    saved = read_saved(file).get("data") if file and file.is_file() else None
+    if saved is None:
         raise ValueError("the checkpoint has no run folder: name documents in suite.perplexity.sets=[FILE]")
     with suppress(ValueError):  # the folder of plan.json is lost
         return open_prepared(str((find_json(run / "plan.json") or {}).get("data_folder")))
-    data = read_saved(config)["data"]
-    data["tokenizer"]["name"] = kept_tokenizer(data["tokenizer"]["name"], run)
-    node = OmegaConf.merge(OmegaConf.structured(DataConfig), data)
-    prepared = prepare(OmegaConf.to_object(node), log=lambda line: None, progress=False)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), saved))
+    config.tokenizer.name = kept_tokenizer(config.tokenizer.name, run)
+    prepared = prepare(config, log=lambda line: None, progress=False)
     if prepared.tokenizer().get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"the text of {run} has changed, so its tokenizer has: set suite.perplexity.sets")
     return prepared

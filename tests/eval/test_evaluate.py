@@ -124,6 +124,9 @@ def test_text_that_is_added_after_the_training_changes_no_validation_split(tmp_p
     shutil.rmtree(prepared.folder)
     with pytest.raises(ValueError, match="tokenizer"):
         run_data(run, tokenizer)
+    (run / "config.yaml").write_text("seed: 0\n")  # of another program
+    with pytest.raises(ValueError, match=r"suite\.perplexity\.sets"):
+        run_data(run, tokenizer)
 
 
 def test_each_panel_has_all_documents_that_reach_it(
