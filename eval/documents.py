@@ -85,7 +85,7 @@ def file_documents(
     Raises:
         ValueError: missing, corrupt or unreadable files, or no such column.
     """
-    yield from tokenized(file_texts(path, text_column, "suite.perplexity.sets"), tokenizer)
+    yield from tokenize_texts(file_texts(path, text_column, "suite.perplexity.sets"), tokenizer)
 
 
 def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
@@ -105,7 +105,7 @@ def file_texts(path: str, text_column: str, setting: str) -> Iterator[str]:
         raise ValueError(f"{setting}={path}: cannot be read ({failure.strerror})") from failure
 
 
-def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+def tokenize_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
     """Yield each text as [tokens], without special tokens.
 
     Long texts are tokenized a few at a time, because the tokenizer needs many times their size.
@@ -114,7 +114,7 @@ def tokenized(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Itera
         yield from (np.array(ids, dtype=TOKEN) for ids in encode(tokenizer, batch))
 
 
-def longest(
+def longest_documents(
     documents: Iterable[np.ndarray], count: int | None, length: int, scan: int | None, progress: bool
 ) -> list[np.ndarray]:
     """Return the `count` longest of the first `scan` documents, [tokens] each, cut to `length + 1` tokens.
@@ -126,7 +126,7 @@ def longest(
     return sorted(cut, key=len, reverse=True) if count is None else heapq.nlargest(count, cut, key=len)
 
 
-def packed(
+def pack_documents(
     documents: Iterable[np.ndarray],
     count: int | None,
     lengths: Sequence[int],
@@ -177,10 +177,10 @@ def packed(
     return _cut(stream, starts, min(length + untargeted, len(stream)))
 
 
-def recut(
+def recut_sequences(
     sequences: Sequence[np.ndarray], spans: Sequence[Spans], size: int
 ) -> tuple[list[np.ndarray], list[Spans]]:
-    """Cut what `packed` returned to sequences of `size` tokens instead."""
+    """Cut what `pack_documents` returned to sequences of `size` tokens instead."""
     starts: dict[int, int] = {}
     for number, span in enumerate(spans):
         for document, first in span:
@@ -202,7 +202,7 @@ def _cut(stream: np.ndarray, starts: Sequence[int], size: int) -> tuple[list[np.
     return sequences, spans
 
 
-def stacked(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:
+def stack_tokens(documents: Sequence[Sequence[int]], prefix: Sequence[int], start: int, stop: int) -> Tensor:
     """Return tokens start <= i < stop of `prefix` and each document: [D, stop - start], zero at the end."""
     ids = np.zeros((len(documents), stop - start), np.int64)
     shift = len(prefix)

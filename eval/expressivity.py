@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import fla_train.models.auto  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import ExpressivityConfig
-from fla_train.eval.result import Measured, Score
+from fla_train.eval.result import Measurements, Score
 from fla_train.eval.result_cache import Job, describe_code
 from fla_train.eval.session import Session
 from fla_train.hub.card import recorded_config
@@ -72,7 +72,7 @@ def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
 @torch.no_grad()
 def _measure(
     session: Session, settings: ExpressivityConfig, trained: TaskConfig, name: str, task: Task
-) -> Measured:
+) -> Measurements:
     model, ranks = session.model, session.ranks
     scores = []
     starts = range(0, settings.sequences, settings.batch_size)[ranks.rank :: ranks.world]
@@ -83,7 +83,7 @@ def _measure(
     total = reduce(add, [score for of_rank in ranks.gather(scores) for score in of_rank])
     # The settings of training do not change the test set.
     fingerprint = repr((trained.kind, trained.options, trained.tests.get(name), name, settings.sequences))
-    measured = Measured(accuracy={name: total.curve(task)})
+    measured = Measurements(accuracy={name: total.curve(task)})
     for metric, value in total.scalars(task).items():
         facts = {"documents": settings.sequences, "higher_is_better": True, "fingerprint": fingerprint}
         chance = task.chance if metric == "token_accuracy" else None

@@ -27,7 +27,7 @@ from fla_train.eval.config import SuiteConfig
 from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.memory import in_halves
 from fla_train.eval.parallel import OTHER_RANK, Ranks
-from fla_train.eval.result import Measured
+from fla_train.eval.result import Measurements
 from fla_train.eval.result_cache import Job
 from fla_train.eval.scores import task_scores
 from fla_train.eval.sets import local_datasets, remedy
@@ -220,7 +220,7 @@ def task_jobs(
     if suite.seed is not None:
         options |= dict.fromkeys(seeds, suite.seed)
 
-    def work(name: str) -> Measured:
+    def work(name: str) -> Measurements:
         lm.pop_truncated()  # of a task that failed
         try:
             with local_datasets(mirror), redirect_stdout(sys.stderr):  # stdout is for the table
@@ -235,7 +235,7 @@ def task_jobs(
             raise ValueError(line) from failure
         truncated = lm.pop_truncated()
         if results is None:  # lm-eval collects the results on rank 0
-            return Measured()
+            return Measurements()
         if samples is not None:
             _write_samples(samples, results["samples"])
         notes = []
@@ -245,7 +245,7 @@ def task_jobs(
             notes.append(f"{suite.num_fewshot} examples in each prompt (suite.num_fewshot).")
         if truncated:
             notes.append(f"{name}: {truncated} prompts are cut to {lm.max_length} tokens (suite.max_length).")
-        return Measured(task_scores(results, loaded["tasks"], loaded["groups"]), notes=notes)
+        return Measurements(task_scores(results, loaded["tasks"], loaded["groups"]), notes=notes)
 
     for name in suite.tasks:
         yield Job("tasks", name, settings, partial(work, name))

@@ -34,7 +34,7 @@ from fla_train.eval.config import NeedleConfig
 from fla_train.eval.documents import file_texts
 from fla_train.eval.intervals import Mean, proportion_interval
 from fla_train.eval.memory import in_halves
-from fla_train.eval.result import Measured, Score
+from fla_train.eval.result import Measurements, Score
 from fla_train.eval.result_cache import Job
 from fla_train.eval.session import Session
 from fla_train.hub.generate import continue_tokens
@@ -199,7 +199,7 @@ def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
 
 def _measure(
     session: Session, config: NeedleConfig, task: str, prompt: str, length: int, haystack: Haystack
-) -> Measured:
+) -> Measurements:
     model, tokenizer, ranks = session.model, session.tokenizer, session.ranks
     samples = [
         make_sample(config, task, prompt, length, number, haystack, tokenizer, session.prefix)
@@ -235,4 +235,4 @@ def _measure(
         fingerprint=hashlib.sha256("".join(digest for _, digest in outcomes).encode()).hexdigest(),
         by_document=correct,
     )
-    return Measured([score])
+    return Measurements([score])

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fla_train.eval.documents import Spans, stacked
+from fla_train.eval.documents import Spans, stack_tokens
 from fla_train.eval.intervals import Estimate
 from fla_train.eval.memory import in_halves
 from fla_train.models.modeling import DeltaProductForCausalLM
@@ -143,7 +143,7 @@ def loss_table(
     longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
     if max(lengths, default=0) > chunk and not ours:
-        ids = stacked([sequences[longest_first[0]]], prefix, 0, min(max(lengths), TRIED))
+        ids = stack_tokens([sequences[longest_first[0]]], prefix, 0, min(max(lengths), TRIED))
         if problem := find_cache_problem(model, ids, chunk):
             limits = f"the model ({model.config.model_type}) {problem} and reads at most {chunk:,} tokens"
             raise ValueError(f"{limits}: raise suite.perplexity.chunk to the longest length")
@@ -233,7 +233,7 @@ def _batch_sums(
     cache: dict[str, Any] = {}
     for start in range(0, max(sizes), chunk):
         stop = min(start + chunk, max(sizes))
-        ids = stacked(rows, prefix, start, stop + 1)  # [B, C + 1]
+        ids = stack_tokens(rows, prefix, start, stop + 1)  # [B, C + 1]
         moved = ids.to(device)
         logits, cache = forward(model, moved[:, :-1], cache, keep=max(sizes) > chunk)
         # Row by row in fp32 or fp64, because for all rows at once the logits would be copied.

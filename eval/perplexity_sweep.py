@@ -14,14 +14,14 @@ from fla_train.eval.documents import (
     Spans,
     file_documents,
     fingerprint,
-    longest,
-    packed,
-    recut,
+    longest_documents,
+    pack_documents,
+    recut_sequences,
     run_data,
     validation_documents,
 )
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
-from fla_train.eval.result import Curve, Measured, Score
+from fla_train.eval.result import Curve, Measurements, Score
 from fla_train.eval.result_cache import Job
 from fla_train.eval.session import Session
 from fla_train.eval.sets import PAPER_SETS, hub_documents, mirror_folder
@@ -70,15 +70,17 @@ def _files(path: str | None, mirror: str | None) -> list[dict] | None:
         return None if path is None else describe_files(find_files(path))
 
 
-def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iterator[np.ndarray]) -> Measured:
+def _measure(
+    session: Session, config: PerplexityConfig, name: str, stream: Iterator[np.ndarray]
+) -> Measurements:
     # Read the documents. A model with a limit gets the same ones as a model without, to be compared with it.
     prefix, ranks, trained = session.prefix, session.ranks, session.trained
     length = max(config.lengths)
     if config.layout == "packed":
-        wanted = (config.documents, config.lengths, prefix, config.scan, session.progress)
-        documents, spans = packed(stream, *wanted, min_length=trained or 1)
+        options = {"scan": config.scan, "progress": session.progress, "min_length": trained or 1}
+        documents, spans = pack_documents(stream, config.documents, config.lengths, prefix, **options)
     else:
-        documents = longest(stream, config.documents, length, config.scan, session.progress)
+        documents = longest_documents(stream, config.documents, length, config.scan, session.progress)
         spans = [((d, 0),) for d in range(len(documents))]
     stream.close()  # texts that were read ahead would stay in memory
     if not documents:
@@ -108,7 +110,7 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
     size = (trained or 0) + (0 if prefix else 1)
     if config.layout == "packed" and config.documents is None and trained in estimates:
         if len(documents[0]) > size:
-            estimates[trained] = read(*recut(documents, spans, size), (0, trained)).up_to(trained)
+            estimates[trained] = read(*recut_sequences(documents, spans, size), (0, trained)).up_to(trained)
     reached = [n for n in sorted(config.lengths) if n in estimates]
     if not reached:
         raise ValueError(f"no document of {name} reaches any of suite.perplexity.lengths: lower them")
@@ -137,7 +139,7 @@ def _measure(session: Session, config: PerplexityConfig, name: str, stream: Iter
     if missing := [n for n in sorted(config.lengths) if n not in reached]:
         reason = f"the model has positions for {limit:,} tokens" if max(missing) > limit else "too few tokens"
         notes.append(f"{name} was not read over {', '.join(f'{n:,}' for n in missing)} tokens: {reason}.")
-    return Measured(scores, curves, notes)
+    return Measurements(scores, curves, notes)
 
 
 def _curves(table: LossTable, name: str, length: int) -> Iterator[Curve]:

@@ -90,7 +90,7 @@ class Curve:
 
 
 @dataclass
-class Measured:
+class Measurements:
     """The results of one set or task. They are kept on disk, so an interrupted evaluation can resume.
 
     Attributes:
@@ -106,7 +106,7 @@ class Measured:
     accuracy: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Measured":
+    def from_json(cls, content: dict[str, Any]) -> "Measurements":
         """Return what `asdict` made plain."""
         scores = [Score(**score) for score in content["scores"]]
         curves = [Curve(**curve) for curve in content["curves"]]
@@ -114,7 +114,7 @@ class Measured:
 
 
 @dataclass
-class EvalResult(Measured):
+class EvalResult(Measurements):
     """Everything that an evaluation found.
 
     Attributes:
@@ -142,7 +142,7 @@ class EvalResult(Measured):
     errors: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def add(self, measured: Measured) -> None:
+    def add(self, measured: Measurements) -> None:
         """Add the results of a set or task."""
         self.scores += measured.scores
         self.curves += measured.curves
@@ -179,7 +179,7 @@ class EvalResult(Measured):
         """
         content = read_json(file)
         try:
-            measured = Measured.from_json(content)
+            measured = Measurements.from_json(content)
             others = {name: value for name, value in content.items() if name != "metrics"}
             return cls(**others | vars(measured))
         except (KeyError, TypeError) as error:

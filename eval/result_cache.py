@@ -10,7 +10,7 @@ from typing import Any
 
 from fla_train.data.files import describe_files
 from fla_train.eval.parallel import ALONE, Ranks
-from fla_train.eval.result import EvalResult, Measured
+from fla_train.eval.result import EvalResult, Measurements
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.safe_files import find_json
 
@@ -29,7 +29,7 @@ class Job:
     section: str
     name: str
     settings: dict[str, Any]
-    work: Callable[[], Measured]
+    work: Callable[[], Measurements]
 
 
 def run_jobs(
@@ -51,7 +51,7 @@ def run_jobs(
             with ranks.together():
                 content = find_json(file) if ranks.rank == 0 else None
                 kept = ranks.share(content["result"] if content and content["request"] == request else None)
-                measured = job.work() if kept is None else Measured.from_json(kept)
+                measured = job.work() if kept is None else Measurements.from_json(kept)
                 if kept is None and ranks.rank == 0:
                     folder.mkdir(parents=True, exist_ok=True)
                     write_whole(file, json.dumps({"request": request, "result": asdict(measured)}))

@@ -2,7 +2,7 @@
 
 The papers (DeltaProduct, section 5 and Figures 7 and 11; negative eigenvalues, Figure 3) name the sets and
 the lengths (4,096, 16,384 and 32,768 tokens). They do not say which columns make a document or which split is
-read: `PAPER_SETS` is our choice. `fla_train.eval.documents.packed` makes sequences of the documents.
+read: `PAPER_SETS` is our choice. `fla_train.eval.documents.pack_documents` makes sequences of the documents.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fla_train.eval.documents import tokenized
+from fla_train.eval.documents import tokenize_texts
 from fla_train.utils.errors import described
 from fla_train.utils.hub_names import is_hub_name
 
@@ -77,7 +77,7 @@ def hub_documents(
     try:
         with local_datasets(mirror):
             rows = datasets.load_dataset(chosen.hub, chosen.config, split=chosen.split, streaming=True)
-        yield from tokenized(map(chosen.text, rows), tokenizer)
+        yield from tokenize_texts(map(chosen.text, rows), tokenizer)
     except Exception as failure:  # a row without its columns, or whatever the network raises
         reason = described(failure)[:200]
         raise ValueError(f"data set {chosen.hub} cannot be read ({reason}); {remedy(mirror)}") from failure

@@ -194,15 +194,15 @@ class Comparison:
                 continue
             for suite, options in self.config.suites.items():
                 output = training.folder / "eval" / suite
-                words = [assign("checkpoint", training.folder), assign("output", output), f"suite={suite}"]
+                ours = [assign("checkpoint", training.folder), assign("output", output), f"suite={suite}"]
                 state = partial(self._evaluation_state, output)
-                jobs[f"{name}/eval/{suite}"] = Job("eval", [*words, *options], output, state)
+                jobs[f"{name}/eval/{suite}"] = Job("eval", [*ours, *options], output, state)
             if name.endswith(self.first_seed):
                 file = training.folder / DECODING
                 vocabulary = self.plans[name.split("/")[0]][0].config.model["vocab_size"]
-                words = ["generate", "--batch=1", f"--contexts={CONTEXT}", f"--json={file}"]
-                words += [*self.overrides[name], f"model.vocab_size={vocabulary}"]
-                jobs[f"{name}/decoding"] = Job("bench", words, file.parent, partial(_state_of_file, file))
+                arguments = ["generate", "--batch=1", f"--contexts={CONTEXT}", f"--json={file}"]
+                arguments += [*self.overrides[name], f"model.vocab_size={vocabulary}"]
+                jobs[f"{name}/decoding"] = Job("bench", arguments, file.parent, partial(_state_of_file, file))
         return jobs
 
     def _training(self, chosen: Callable[[str, str, str], bool]) -> dict[str, Job]:

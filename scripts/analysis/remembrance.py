@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fla_train.eval.documents import file_documents, longest, stacked
+from fla_train.eval.documents import file_documents, longest_documents, stack_tokens
 from fla_train.eval.perplexity import forward
 from fla_train.hub.load import document_prefix, load_model
 
@@ -26,7 +26,7 @@ def prediction(model: PreTrainedModel, ids: Sequence[int], prefix: Sequence[int]
     stop = len(prefix) + len(ids)
     cache: dict = {}
     for start in range(0, stop, CHUNK):
-        part = stacked([ids], prefix, start, min(start + CHUNK, stop)).to(model.device)
+        part = stack_tokens([ids], prefix, start, min(start + CHUNK, stop)).to(model.device)
         logits, cache = forward(model, part, cache, keep=stop > CHUNK)
     return logits[0, -1].double().softmax(-1)
 
@@ -50,7 +50,7 @@ def main(checkpoint: str, file: str, length: int) -> None:
     """Write the last part's tokens, the mean distance and its standard error as CSV."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(checkpoint, device)
-    documents = longest(file_documents(file, tokenizer), DOCUMENTS, length, 20_000, progress=True)
+    documents = longest_documents(file_documents(file, tokenizer), DOCUMENTS, length, 20_000, progress=True)
     documents = [document[:length] for document in documents if len(document) >= length]
     if not documents:
         sys.exit(f"error: no document of {file} has {length} tokens")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fla_train.eval.documents import file_documents, longest, stacked
+from fla_train.eval.documents import file_documents, longest_documents, stack_tokens
 from fla_train.hub.load import document_prefix, load_model
 from fla_train.models.mixers.delta_product import DeltaProductMixer
 
@@ -51,7 +51,7 @@ def state_rows(
     for position in positions:
         while start < position + len(prefix):
             end = min(start + CHUNK, position + len(prefix))
-            ids = stacked(documents, prefix, start, end).to(model.device)
+            ids = stack_tokens(documents, prefix, start, end).to(model.device)
             cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             start = end
         for layer in layers:
@@ -65,7 +65,7 @@ def main(checkpoint: str, file: str, length: int) -> None:
     """Write the rows as CSV."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(checkpoint, device)
-    chosen = longest(file_documents(file, tokenizer), DOCUMENTS, length, 20_000, progress=True)
+    chosen = longest_documents(file_documents(file, tokenizer), DOCUMENTS, length, 20_000, progress=True)
     chosen = [document for document in chosen if len(document) >= length]
     if not chosen:
         sys.exit(f"error: no document of {file} has {length} tokens")

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name
-from fla_train.eval.documents import packed, recut
+from fla_train.eval.documents import pack_documents, recut_sequences
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
@@ -75,17 +75,17 @@ def test_packed_documents_are_the_stream_cut_at_every_length() -> None:
         expected = [stream[i : i + size] for i in range(0, len(stream) - size + 1, size)]
 
         def first(count: int, scan: int, prefix: list[int] = prefix) -> list[list[int]]:
-            found, spans = packed(iter(documents), count, [10], prefix, scan, progress=False)
+            found, spans = pack_documents(iter(documents), count, [10], prefix, scan, progress=False)
             assert len(found) == len(spans)
             return [s.tolist() for s in found]
 
         assert first(99, 99) == expected and len(expected) >= 6
         assert first(2, 99) == expected[:2]
         assert first(99, 4) == expected[: (23 + len(prefix) * 2) // size]
-    (short,), (span,) = packed(iter(documents[:1]), 4, [10], [2], 9, progress=False)
+    (short,), (span,) = pack_documents(iter(documents[:1]), 4, [10], [2], 9, progress=False)
     # Less than one sequence is better than nothing.
     assert span == ((0, 0),) and short.tolist() == documents[0].tolist()
-    assert packed(iter([]), 4, [10], [2], 9, progress=False) == ([], [])
+    assert pack_documents(iter([]), 4, [10], [2], 9, progress=False) == ([], [])
 
 
 def test_all_of_the_documents_are_cut_to_the_longest_length_of_which_there_are_enough() -> None:
@@ -93,7 +93,9 @@ def test_all_of_the_documents_are_cut_to_the_longest_length_of_which_there_are_e
     documents = [np.full(100, i) for i in range(20)]  # 2,019 tokens with the separators
 
     def sizes(lengths: list[int], min_length: int = 1) -> set[tuple[int, int]]:
-        found, _ = packed(iter(documents), None, lengths, [2], None, progress=False, min_length=min_length)
+        found, _ = pack_documents(
+            iter(documents), None, lengths, [2], None, progress=False, min_length=min_length
+        )
         return {(len(found), len(sequence)) for sequence in found}
 
     assert sizes([32, 62, 63, 64, 2048]) == {(32, 63)}  # 32 of 64 would be 2,048
@@ -105,10 +107,12 @@ def test_cutting_again_is_as_packing_to_that_length() -> None:
     draw = np.random.default_rng(0)
     documents = [draw.integers(3, 300, size=n) for n in (5, 0, 1, 170, 3, 40, 2, 90)]
     for prefix in ([2], []):
-        long = packed(iter(documents), None, [100], prefix, None, progress=False)
+        long = pack_documents(iter(documents), None, [100], prefix, None, progress=False)
         size = 10 if prefix else 11
-        found, spans = recut(*long, size)
-        expected, expected_spans = packed(iter(documents), len(found), [10], prefix, None, progress=False)
+        found, spans = recut_sequences(*long, size)
+        expected, expected_spans = pack_documents(
+            iter(documents), len(found), [10], prefix, None, progress=False
+        )
         assert [s.tolist() for s in found] == [s.tolist() for s in expected] and spans == expected_spans
         assert len(found) == sum(map(len, long[0])) // size > 20
 

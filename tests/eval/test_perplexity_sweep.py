@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fla_train.eval import perplexity
-from fla_train.eval.documents import packed
+from fla_train.eval.documents import pack_documents
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from tests.eval.conftest import token_losses
 
@@ -46,7 +46,7 @@ def test_losses_are_counted_by_document(model) -> None:
     documents = [draw.integers(3, 320, size=n) for n in (40, 3, 30, 1, 25, 60)]
     token_sizes = draw.integers(0, 5, size=320)
     for prefix in ([2], []):
-        sequences, spans = packed(iter(documents), None, [32], prefix, None, False)
+        sequences, spans = pack_documents(iter(documents), None, [32], prefix, None, False)
         stream = [t for d in documents for t in (*d, *prefix)]  # the separator ends a document
         owner = [i for i, d in enumerate(documents) for _ in (*d, *prefix)]
         table = loss_table(
