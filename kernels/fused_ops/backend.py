@@ -22,7 +22,7 @@ def resolve_backend(backend: str, x: Tensor, limit: str | None = None) -> str:
         limit: why the kernel cannot run this call ("takes at most ..."), or None if it can.
 
     Raises:
-        ValueError: for a name that is not in `BACKENDS`, and for triton where it cannot run.
+        ValueError: the name is not in `BACKENDS`, or triton cannot run this call.
     """
     source = "backend"
     if backend == "auto":

@@ -1,10 +1,10 @@
 """Fused ops of a decoding step, Triton only: linear layers of one token, and the linear mixer between them.
 
-A step of one token reads every weight and state once and does little else, so that its time is the memory's
+A step of one token reads every weight and state once and computes little. So it takes as long as these reads,
 plus some microseconds per kernel. `linear_step` runs several linear layers on the same tokens in one kernel.
-For one sequence this kernel also does the residual addition and RMSNorm; for more they come first.
-`mixer_step` is all between the projections of a linear layer: convolutions, gates,
-recurrence, gated output norm. It updates the states where they are.
+For one sequence this kernel also adds the residual and applies RMSNorm; for several a kernel before it does.
+`mixer_step` computes everything between the projections of a linear layer (convolutions, gates, recurrence,
+gated output norm) and updates the states in place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ def linear_step(
         residual: [B, 1, D], only with a norm.
         norm: weight of the RMSNorm [D]; None: no norm.
         swiglu: silu(x weights[0]^T) * (x weights[1]^T) instead; both have as many rows.
-        in_parts: without a norm, return what `merge` or a step with a residual adds up: a small product
-            keeps the whole GPU busy only if several programs share a sum.
+        in_parts: without a norm, return partial sums, which `merge` or a step with a residual adds up. A
+            small product keeps the whole GPU busy only if several programs share a sum.
 
     Returns:
         y [B, 1, sum of rows] and x + residual [B, 1, D] (x without a residual). In parts y is
@@ -114,12 +114,13 @@ def mixer_step(
     beta_max: float,
     eps: float,
 ) -> Tensor:
-    """Compute the output projection's input from the projections of one token; the states are updated in
-    place.
+    """Compute the input of the output projection from the other projections of one token.
+
+    The states are updated in place.
 
     Args:
         y: [B, 1, rows], the projections side by side.
-        columns: where each begins: q, k, v, b, and a with a forget gate, g with an output gate.
+        columns: first row of each projection: q, k, v, b, and a with a forget gate, g with an output gate.
         weights: [channels, 1, W] of the convolutions of q, k and v, W <= 4; None: no convolutions.
         conv_states: their last inputs, [B, channels, W-1].
         A_log, dt_bias: [H], or None without a forget gate.
