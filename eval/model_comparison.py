@@ -27,7 +27,7 @@ FORMATS = {
 }
 
 
-def long_table(runs: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
+def mean_table(runs: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
     """Return the mean of each metric over the seeds of each model, with its 95% interval by Student's t.
 
     Args:
@@ -82,7 +82,7 @@ def find_warnings(table: pd.DataFrame, models: pd.DataFrame, sweep: pd.DataFrame
     """Return what makes the comparison doubtful: incomplete sweeps, divergence, edges, initial transients.
 
     Args:
-        table: from `long_table`.
+        table: from `mean_table`.
         models: `entropy` of single tokens of the validation split, None if unknown, indexed by model.
         sweep: a row for each run of the sweep: `model`, `learning_rate`, `value` (infinite if it diverged,
             NaN if it is not over).
@@ -123,12 +123,12 @@ def write_report(
     """Write table.csv (each number), table.md and comparison.png.
 
     Args:
-        runs, models: see `long_table` and `find_warnings`.
+        runs, models: see `mean_table` and `find_warnings`.
         sweep: see `find_warnings`.
         curves: columns `tokens` and `loss` of a run of each model.
         notes: further sentences below the table.
     """
-    table = long_table(runs, models)
+    table = mean_table(runs, models)
     table.to_csv(folder / "table.csv", index=False)
     losses = table[table.metric == LOSS].sort_values("value", kind="stable")
     lines = ["# Comparison", "", *markdown_table(_summary(table, losses)), ""]
@@ -153,7 +153,7 @@ def _summary(table: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cell(row: Any) -> str:
-    """Format a row of `long_table` with half of its interval."""
+    """Format a row of `mean_table` with half of its interval."""
     if math.isnan(row.value):
         return "-"
     form = FORMATS.get(row.metric, ".4g")

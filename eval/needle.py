@@ -181,7 +181,7 @@ def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
     Raises:
         ValueError: all lengths are beyond that table, or the essays cannot be read.
     """
-    limit, tokenizer = session.limit, session.tokenizer
+    limit, tokenizer = session.position_limit, session.tokenizer
     lengths = [length for length in sorted(config.lengths) if limit is None or length <= limit]
     if not lengths:
         raise ValueError(f"the model has positions for {limit:,} tokens only: lower suite.needle.lengths")

@@ -245,10 +245,11 @@ def _batch_sums(
         for row, size in enumerate(sizes):
             if (end := min(stop, size)) > start:
                 # Add each target to the cell of its document and its bucket.
-                targets, places = ids[row, 1 : end - start + 1].numpy(), np.arange(start, end)
+                targets, positions = ids[row, 1 : end - start + 1].numpy(), np.arange(start, end)
                 firsts = [first for _, first in spans[row]]
-                document = np.searchsorted(firsts, places + 1 - len(prefix), side="right") - 1
-                cells = document * (len(edges) - 1) + np.searchsorted(edges, places, side="right") - 1
+                documents = np.searchsorted(firsts, positions + 1 - len(prefix), side="right") - 1
+                buckets = np.searchsorted(edges, positions, side="right") - 1
+                cells = documents * (len(edges) - 1) + buckets
                 weights = [losses[row, : end - start], np.ones(len(cells))]
                 weights += [] if token_sizes is None else [token_sizes[targets]]
                 for total, weight in zip(sums[row], weights, strict=False):

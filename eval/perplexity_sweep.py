@@ -40,7 +40,7 @@ def perplexity_jobs(session: Session, config: PerplexityConfig) -> Iterator[Job]
     Raises:
         ValueError: the run's validation split cannot be read, or the model can read none of the lengths.
     """
-    trained, limit = session.trained, session.limit
+    trained, limit = session.trained_length, session.position_limit
     if config.bucket is None:
         config = replace(config, bucket=max(1, min(BUCKET, (trained or 4 * BUCKET) // 4)))
     if config.training_length and trained:
@@ -74,7 +74,7 @@ def _measure(
     session: Session, config: PerplexityConfig, name: str, stream: Iterator[np.ndarray]
 ) -> Measurements:
     # Read the documents. A model with a limit gets the same ones as a model without, to be compared with it.
-    prefix, ranks, trained = session.prefix, session.ranks, session.trained
+    prefix, ranks, trained = session.prefix, session.ranks, session.trained_length
     length = max(config.lengths)
     if config.layout == "packed":
         options = {"scan": config.scan, "progress": session.progress, "min_length": trained or 1}
@@ -103,7 +103,7 @@ def _measure(
 
     # Average up to each length. A length below that of the sequences counts their beginnings only, so the
     # training length gets a second pass over all tokens.
-    limit = session.limit or length
+    limit = session.position_limit or length
     within = sorted({n for n in (*config.lengths, *config.panels) if n <= min(length, limit)})
     table = read(documents, spans, bucket_edges(within, config.bucket, config.per_octave))
     estimates = {n: estimate for n in within if (estimate := table.up_to(n))}

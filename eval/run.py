@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fla_train.eval.config import EvalConfig
+from fla_train.eval.config import EvalConfig, SuiteConfig
 from fla_train.eval.expressivity import expressivity_jobs, trained_task
 from fla_train.eval.figures import draw_figures
 from fla_train.eval.needle import needle_jobs
@@ -62,6 +62,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     run, dtype = run_folder(source), str(model.dtype).removeprefix("torch.")
     length, progress = recorded_length(model), progress and ranks.rank == 0
     session = Session(model, tokenizer, run, length, config.mirror, ranks, progress)
+    window = _task_window(session, config.suite) if config.suite.tasks else None
     result = EvalResult(
         name=f"{run.name}/{last_component(source)}" if run else str(config.checkpoint),
         checkpoint=str(source),
@@ -69,9 +70,10 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         model={
             "type": model.config.model_type,
             "parameters": count_parameters(model).total,
-            "positions": session.limit,
+            "positions": session.position_limit,
         },
         trained_length=length,
+        window=window,
         suite=asdict(config.suite),
         environment=describe_environment(str(model.device)) | {"dtype": dtype},
     )
@@ -112,8 +114,21 @@ def _load(
     return load_causal_lm(*arguments, **options), None
 
 
+def _task_window(session: Session, suite: SuiteConfig) -> int:
+    """Return the tokens of prompt and answer in tasks of lm-eval.
+
+    Raises:
+        ValueError: the model has fewer positions than `suite.max_length`.
+    """
+    limit = session.position_limit
+    if limit is not None and (suite.max_length or 0) > limit:
+        raise ValueError(f"suite.max_length={suite.max_length}: the model has {limit:,} positions only")
+    length = session.trained_length or trained_length(session.model)
+    return suite.max_length or min(length, limit or length)
+
+
 def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path) -> list[Job]:
-    """Return the jobs of the suite, after every check that needs no work, and set `result.window`."""
+    """Return the jobs of the suite, after every check that needs no work."""
     suite, jobs = config.suite, []
     if suite.expressivity is not None:
         permitted = suite.expressivity.task
@@ -126,11 +141,6 @@ def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path
     if suite.tasks:
         from fla_train.eval.harness import FlaTrainLM, task_jobs  # lm-eval takes seconds to import
 
-        limit = session.limit
-        if limit is not None and (suite.max_length or 0) > limit:
-            raise ValueError(f"suite.max_length={suite.max_length}: the model has {limit:,} positions only")
-        length = session.trained or trained_length(session.model)
-        result.window = suite.max_length or min(length, limit or length)
         options = {"max_length": result.window, "batch_size": suite.batch_size, "ranks": session.ranks}
         samples = folder / "samples" if suite.save_samples else None
         lm = FlaTrainLM(session.model, session.tokenizer, **options)

@@ -22,7 +22,7 @@ class Session:
         model: in eval mode.
         tokenizer: of the model; None for `suite.expressivity`.
         run: run folder of the checkpoint, if there is one.
-        trained: length of the training sequences (tokens), None if not known.
+        trained_length: tokens of a training sequence, None if not known.
         mirror: folder with local copies of data sets, see `local_datasets`; None: the Hub or its cache.
         ranks: share the sequences.
         progress: show progress bars.
@@ -31,7 +31,7 @@ class Session:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     run: Path | None = None
-    trained: int | None = None
+    trained_length: int | None = None
     mirror: str | None = None
     ranks: Ranks = ALONE
     progress: bool = False
@@ -42,8 +42,8 @@ class Session:
         return document_prefix(self.model, self.tokenizer)
 
     @cached_property
-    def limit(self) -> int | None:
-        """Return the number of positions of the model, or None without a limit."""
+    def position_limit(self) -> int | None:
+        """Return how many tokens the model can read, or None without a limit."""
         return position_limit(self.model)
 
 

@@ -24,7 +24,7 @@ from fla_train.cli.overrides import GROUPS, repository
 from fla_train.hub.saved_config import escaped, kept_tokenizer
 from fla_train.training.config import TrainConfig, load_config, named_classes
 from fla_train.utils.keys import rule
-from fla_train.utils.overrides import assign, parse_all, take
+from fla_train.utils.overrides import assign, parse_all, pop_leaves
 
 STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
 
@@ -47,7 +47,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
     if run and (file := Path(str(run)).expanduser() / "config.yaml").is_file():
         saved = _of_run(file)
         base = {section: values for section, values in saved.items() if section not in chosen}
-        left_out = take(base, _is_left_to_the_command)
+        left_out = pop_leaves(base, _is_left_to_the_command)
         if "data" in chosen and saved["init_from"]:  # whose tokenizer the run follows, as at its first start
             tokenizer = saved["data"]["tokenizer"]
             base["data"] = {"tokenizer": {name: tokenizer[name] for name in ("name", "eos_token")}}

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.cli.scales import SCALES
-from fla_train.utils.overrides import flat, quote
+from fla_train.utils.overrides import flatten, quote
 
 GROUPS = ("experiment", "scale", "recipe", "debug")  # groups without a key
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL)
@@ -199,7 +199,7 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
     if parent and group in config and config[group] is None:
         return f"no {group} is chosen: add {group}=NAME, one of {', '.join(options(repo, group))}"
     content = OmegaConf.to_container(config, resolve=False)
-    leaves = [leaf for leaf, _ in flat(content)]
+    leaves = [leaf for leaf, _ in flatten(content)]
     known = {".".join(leaf.split(".")[:i]) for leaf in leaves for i in range(1, leaf.count(".") + 2)}
     known |= set(repo.get_group_options("", ObjectType.GROUP)) & {*content, *GROUPS}
     if group == "model" and "source" in config.get("model", {}):

@@ -14,7 +14,7 @@ from fla_train.models.build import TOKEN_IDS, is_zoo, model_node, model_settings
 from fla_train.models.settings import FREE_FIELDS
 from fla_train.training.config import TrainConfig
 from fla_train.utils.keys import rule
-from fla_train.utils.overrides import flat
+from fla_train.utils.overrides import flatten
 
 
 def architecture(source: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def check_initial_weights(config: TrainConfig) -> None:
     source = config.init_from
     initial = read_config(resolve_checkpoint(source), translate=not is_zoo(config.model))
     node = config.model | {"vocab_size": config.model["vocab_size"] or initial.vocab_size}
-    new, old = (dict(flat(model_node(settings))) for settings in (model_settings(node), initial))
+    new, old = (dict(flatten(model_node(settings))) for settings in (model_settings(node), initial))
     differing = [
         f"model.{name}={new.get(name)} (init_from has {old.get(name)})"
         for name in sorted({*new, *old})

@@ -17,7 +17,7 @@ from fla_train.training.metrics import draw_losses
 from fla_train.training.plan import read_plan
 from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.keys import rule
-from fla_train.utils.overrides import flat
+from fla_train.utils.overrides import flatten
 from fla_train.utils.records import Record, read_metrics
 from fla_train.utils.safe_files import read_json
 
@@ -65,7 +65,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """Return the values of `config` by dotted key, of any version, or those of config.yaml."""
         resolved = self._read_plan().get("config")
-        return dict(flat(resolved if isinstance(resolved, dict) else read_saved(self.files.config)))
+        return dict(flatten(resolved if isinstance(resolved, dict) else read_saved(self.files.config)))
 
     @property
     def model_name(self) -> str:

@@ -26,7 +26,7 @@ from fla_train.training.callback import make_callbacks
 from fla_train.training.features.pushes import HubConfig
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key, rule
-from fla_train.utils.overrides import flat
+from fla_train.utils.overrides import flatten
 
 # Fraction of the run for warm-up, and its maximum in steps.
 WARMUP_SHARE, WARMUP_CAP = 0.05, 512
@@ -337,5 +337,5 @@ def load_config(path: Path) -> TrainConfig:
 
 def named_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a training config, as plain data, that name classes outside this package."""
-    classes = ((key, value) for key, value in flat(config) if rule(TrainConfig, "classes", key))
+    classes = ((key, value) for key, value in flatten(config) if rule(TrainConfig, "classes", key))
     return {key: value for key, value in classes if ":" in str(value)}

@@ -25,7 +25,7 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.environment import git_commit
 from fla_train.utils.hub_names import is_hub_name
 from fla_train.utils.keys import rule
-from fla_train.utils.overrides import take
+from fla_train.utils.overrides import pop_leaves
 from fla_train.utils.safe_files import read_json
 
 
@@ -120,7 +120,7 @@ def public_config(config: TrainConfig) -> str:
     Private keys (addresses, projects, folders) and the options of callbacks are left out.
     """
     content = asdict(config)
-    take(content, lambda key, _: rule(TrainConfig, "private", key))
+    pop_leaves(content, lambda key, _: rule(TrainConfig, "private", key))
     content["trainer"]["callbacks"] = [
         entry["class"] if isinstance(entry, dict) else entry for entry in content["trainer"]["callbacks"]
     ]

@@ -18,7 +18,7 @@ from fla_train.training.checkpoint import CheckpointStore, TrainState, find_erro
 from fla_train.training.config import TrainConfig
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.keys import rule
-from fla_train.utils.overrides import flat, plain
+from fla_train.utils.overrides import flatten, plain
 from fla_train.utils.records import read_metrics
 
 # Seconds within which a shared file system must show the files of another machine.
@@ -54,7 +54,7 @@ def agree_on_checkpoint(store: CheckpointStore, resume: str, log: Callable[[str]
 
 def recorded(config: TrainConfig) -> dict[str, Any]:
     """Return a config's keys and values as its checkpoints record them, in JSON's types."""
-    return json.loads(json.dumps(dict(flat(asdict(config)))))
+    return json.loads(json.dumps(dict(flatten(asdict(config)))))
 
 
 def is_complete(folder: RunFolder, config: TrainConfig, checkpoint: Path, state: TrainState) -> bool:

@@ -60,21 +60,21 @@ def as_data(overrides: Sequence[str]) -> list[str]:
     return words
 
 
-def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for every leaf. An empty mapping is a leaf."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def take(node: dict[str, Any], chosen: Callable[[str, Any], bool | None], prefix: str = "") -> dict[str, Any]:
+def pop_leaves(node: dict[str, Any], chosen: Callable[[str, Any], Any], prefix: str = "") -> dict[str, Any]:
     """Remove the leaves for which `chosen(dotted key, value)` from nested dicts, and return them by key."""
     taken = {}
     for name, value in list(node.items()):
         if isinstance(value, dict) and value:
-            taken |= take(value, chosen, f"{prefix}{name}.")
+            taken |= pop_leaves(value, chosen, f"{prefix}{name}.")
             if not value:
                 del node[name]
         elif chosen(prefix + name, value):

@@ -171,7 +171,7 @@ def test_doubtful_comparisons_are_warned_of() -> None:
     sweep += [("settled", 3e-3, np.inf)]
     sweep += [("short", 3e-4, 9.5), ("short", 1e-3, 9.0), ("short", 3e-3, np.nan)]
     sweep = pd.DataFrame(sweep, columns=["model", "learning_rate", "value"])
-    warnings = model_comparison.find_warnings(model_comparison.long_table(runs, models), models, sweep)
+    warnings = model_comparison.find_warnings(model_comparison.mean_table(runs, models), models, sweep)
     names = ["short", "settled", "early", "settled", "short", "early"]
     assert [text.split(":")[0] for text in warnings] == names
     facts = ["0.003", "rate 0.003", "edge", "seed diverged", "transient", "0.60 nats"]
