@@ -224,12 +224,13 @@ def _measure(
     outcomes = [of_rank[i] for i in range(len(gathered[0])) for of_rank in gathered if i < len(of_rank)]
     correct = [right for right, _ in outcomes]
     low, high = proportion_interval(sum(correct), len(correct))
+    numbers = Mean.of(np.array(correct), np.ones(len(correct))).numbers()._replace(low=low, high=high)
     score = Score(
         "needle",
         f"{task}/{prompt}",
         "accuracy",
         length=length,
-        **Mean.of(np.array(correct), np.ones(len(correct))).numbers()._replace(low=low, high=high)._asdict(),
+        **numbers._asdict(),
         documents=len(correct),
         higher_is_better=True,
         fingerprint=hashlib.sha256("".join(digest for _, digest in outcomes).encode()).hexdigest(),

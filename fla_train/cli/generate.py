@@ -56,13 +56,9 @@ def task(config: DictConfig) -> int:
     from fla_train.hub.load import load_model
     from fla_train.utils.device import pick_device, pick_dtype
 
-    model, tokenizer = load_model(
-        settings.checkpoint,
-        pick_device(settings.device),
-        pick_dtype(settings.dtype),
-        mixer=settings.mixer,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    device, dtype = pick_device(settings.device), pick_dtype(settings.dtype)
+    code = {"mixer": settings.mixer, "trust_remote_code": settings.trust_remote_code}
+    model, tokenizer = load_model(settings.checkpoint, device, dtype, **code)
     torch.manual_seed(settings.seed)
     options = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     if settings.prompt_file is None:

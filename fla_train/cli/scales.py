@@ -12,6 +12,7 @@ Overrides of the command line win.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -65,8 +66,6 @@ def _section(sections: DictConfig, name: str) -> dict[str, Any]:
 def _values(overrides: Sequence[str], group: str) -> set[str]:
     """Return the options of a group that overrides choose, several in a sweep."""
     texts = [text for text in overrides if text.lstrip("+").startswith(f"{group}=")]
-    return {
-        str(value)
-        for override in parse_all(texts)
-        for value in (override.sweep_iterator() if override.is_sweep_override() else [override.value()])
-    }
+    overridden = parse_all(texts)
+    values = ((o.sweep_iterator() if o.is_sweep_override() else [o.value()]) for o in overridden)
+    return {str(value) for value in chain.from_iterable(values)}

@@ -106,10 +106,8 @@ class TokenDataset:
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
         """Return where in (0, seq_len) each sequence's new documents begin: ascending int64."""
-        return [
-            self._tokens.document_starts(int(position) * self.seq_len, self.seq_len)
-            for position in self.positions(indices)
-        ]
+        firsts = (int(position) * self.seq_len for position in self.positions(indices))
+        return [self._tokens.document_starts(first, self.seq_len) for first in firsts]
 
     def begins_document(self, indices: np.ndarray) -> np.ndarray:
         """Return whether a document begins with each sequence's first token: [n] bool."""

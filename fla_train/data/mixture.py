@@ -34,10 +34,8 @@ class MixtureDataset:
 
     def __len__(self) -> int:
         """Return the number of sequences until one dataset has been read once."""
-        return min(
-            len(dataset) * len(self._order) // int(share)
-            for dataset, share in zip(self.datasets, self._shares, strict=True)
-        )
+        pairs = zip(self.datasets, self._shares, strict=True)
+        return min(len(dataset) * len(self._order) // int(share) for dataset, share in pairs)
 
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Return the sequences `indices` (int64, >= 0) as [n, seq_len] int64."""

@@ -187,10 +187,9 @@ def _header(info: CardInfo, model_type: str, ours: bool, mixer: str | None) -> s
     data = info.datasets[0] if len(info.datasets) == 1 else info.data or "unnamed"
     losses = {f"{name} loss": value for name, value in info.losses.items() if name != "train"}
     tags = ["fla-train"] if mixer else ["fla-train", model_type.replace("_", "-")]
+    about = ("text-generation", data, info.data or data)
     results = [
-        EvalResult(
-            "text-generation", data, info.data or data, name, round(value, 4), dataset_split="validation"
-        )
+        EvalResult(*about, name, round(value, 4), dataset_split="validation")
         for name, value in (losses | info.metrics).items()
     ]
     return ModelCardData(

@@ -101,13 +101,13 @@ class CodeTrace(Task):
         names, values = ascii_lowercase[: self.variables], list(map(str, range(self.variables)))
         lines = [(">>> ", name, " = ", value, "\n") for name in names for value in values]
         self._first_move = len(lines)
+
+        def separated(variables: np.ndarray) -> list[str]:
+            return [symbol for i in variables for symbol in (", ", names[i])][1:]
+
         for images in self._moves[:-1]:
             targets = np.flatnonzero(images != np.arange(self.variables))
-            left, right = (
-                [symbol for i in side for symbol in (names[i], ", ")][:-1]
-                for side in (targets, images[targets])
-            )
-            lines.append((">>> ", *left, " = ", *right, "\n"))
+            lines.append((">>> ", *separated(targets), " = ", *separated(images[targets]), "\n"))
         self._first_print = len(lines)
         lines += [(">>> ", "print(", name, ")", "\n") for name in names]
         self._first_value = len(lines)

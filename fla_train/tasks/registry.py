@@ -112,13 +112,11 @@ def task_errors(config: "TaskConfig") -> Iterator[str]:
 
 
 def _options(kind: str) -> dict[str, inspect.Parameter]:
+    """Return the arguments of a task's class by name, without those that every task has."""
     parameters = inspect.signature(task_class(kind)).parameters
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
-        name: value
-        for name, value in parameters.items()
-        if name not in ("seed", "num_sequences") and value.kind not in several
-    }
+    common = ("seed", "num_sequences")
+    return {name: p for name, p in parameters.items() if p.kind not in several and name not in common}
 
 
 def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
@@ -154,10 +152,8 @@ def _stage_task(config: "TaskConfig", seed: int, stage: list[Any]) -> Task:
 
 def tasks_for_testing(config: "TaskConfig") -> dict[str, Task]:
     """Make the test sets, by name."""
-    return {
-        name: make_task(config.kind, {**config.options, **options}, seed=TEST_SEED)
-        for name, options in config.tests.items()
-    }
+    sets = {name: {**config.options, **options} for name, options in config.tests.items()}
+    return {name: make_task(config.kind, options, seed=TEST_SEED) for name, options in sets.items()}
 
 
 def _curriculum_errors(config: "TaskConfig") -> Iterator[str]:

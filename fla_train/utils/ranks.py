@@ -46,11 +46,8 @@ def local_world_size() -> int:
 
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which a process is not a rank of any launcher."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", *MPI_PREFIXES))
-    }
+    prefixes = ("TORCHELASTIC_", *MPI_PREFIXES)
+    return {k: v for k, v in environment.items() if not (k in RANK_VARIABLES or k.startswith(prefixes))}
 
 
 def leave_other_launchers() -> None:

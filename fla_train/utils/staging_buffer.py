@@ -54,12 +54,10 @@ class StagingBuffer:
         if on_gpu and not self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0))
             self._pinned = True
-        copies = {
-            key: torch.frombuffer(
-                self._memory, dtype=source.dtype, count=source.numel(), offset=offsets[key]
-            ).view(source.shape)
-            for key, source in self._sources.items()
-        }
+        copies = {}
+        for key, source in self._sources.items():
+            place = {"dtype": source.dtype, "count": source.numel(), "offset": offsets[key]}
+            copies[key] = torch.frombuffer(self._memory, **place).view(source.shape)
         self._copy(copies, on_gpu)
         recorder = _Recorder(self._address, size)
         copied = tree_map_only(

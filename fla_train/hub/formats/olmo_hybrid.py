@@ -118,11 +118,8 @@ def from_ours(
     """
     ours = {name: getattr(config, name) for name in IMPLIED}
     ours["o_norm_eps"] = config.o_norm_eps or config.norm_eps
-    errors = [
-        f"{name}={ours[name]!r} (OLMo Hybrid: {value!r})"
-        for name, value in IMPLIED.items()
-        if ours[name] != value
-    ]
+    unequal = {name: value for name, value in IMPLIED.items() if ours[name] != value}
+    errors = [f"{name}={ours[name]!r} (OLMo Hybrid: {value!r})" for name, value in unequal.items()]
     if {*config.layer_types} != MODULES.keys():
         types = ", ".join(sorted({*config.layer_types}))
         errors.append(f"layer_types has {types} (OLMo Hybrid: {' and '.join(MODULES)})")
