@@ -168,10 +168,12 @@ def _results(export: Path) -> Iterator[EvalResult]:
     The age of an export is that of its training record, because an edit of the card changes the folder's.
     """
     run = run_folder(export)
+    if run is None:  # also for a name on the Hub
+        return
     metrics: dict[str, float] = {}
     record = export / TRAINING_FILE
     written = (record if record.is_file() else export).stat().st_mtime
-    for file in sorted(run.glob("eval/*/results.json") if run else (), key=lambda file: file.stat().st_mtime):
+    for file in sorted(run.glob("eval/*/results.json"), key=lambda file: file.stat().st_mtime):
         result = find_json(file) or {}  # a full disk may have cut it short
         evaluated = last_component(result.get("checkpoint", ""))
         if evaluated == last_component(export) and file.stat().st_mtime >= written:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 import yaml
 
+from fla_train.cli import export as export_command
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.hub.load import load_model
@@ -64,6 +66,19 @@ def test_every_file_arrives_in_one_commit(
     assert [line.split("  #")[0] for line in changed] == ['checkpoint = "user/tiny"']
     push(export, "user/tiny")  # nothing has changed
     assert len(repo.commits) == 2
+
+
+def test_a_model_of_the_hub_is_pushed_in_another_format(
+    hub: FakeHub, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(export, "user/tiny")
+    command = ["checkpoint=user/tiny", "format=fla", "hub.repo_id=user/tiny-fla"]
+    monkeypatch.setattr(sys, "argv", ["fla-export", *command])
+    monkeypatch.chdir(tmp_path)
+    export_command.main()
+    assert json.loads(hub.repos["user/tiny-fla"].files()["config.json"])["model_type"].startswith(
+        "gated_delta"
+    )
 
 
 def test_branches_and_tags(hub: FakeHub, export: Path) -> None:
