@@ -55,6 +55,7 @@ def grid(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iter
 
 
 def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
+    """Draw a column for each set: losses by context length above, along the positions below."""
     sets = unique(score.data for result in results for score in result.in_section("perplexity"))
     if not sets:
         return False
@@ -150,6 +151,7 @@ def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
 
 
 def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
+    """Draw the differences from the first evaluation by context length, a panel for each set."""
     table, names = long_table(results), [result.name for result in results]
     table = table[(table.section == "perplexity") & (table.metric == "loss") & table.difference.notna()]
     if table.empty:
@@ -168,6 +170,7 @@ def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
 
 
 def _needles(file: Path, results: Sequence[EvalResult]) -> bool:
+    """Draw accuracy by length: a row for each prompt, a column for each task."""
     names = [score.data.split("/") for result in results for score in result.in_section("needle")]
     if not names:
         return False

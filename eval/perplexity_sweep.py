@@ -20,6 +20,7 @@ from fla_train.eval.documents import (
     run_data,
     validation_documents,
 )
+from fla_train.eval.intervals import Estimate
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from fla_train.eval.result import Curve, Measurements, Score
 from fla_train.eval.result_cache import Job
@@ -73,6 +74,11 @@ def _files(path: str | None, mirror: str | None) -> list[dict] | None:
 def _measure(
     session: Session, config: PerplexityConfig, name: str, stream: Iterator[np.ndarray]
 ) -> Measurements:
+    """Measure one set: `stream` yields its documents, [tokens] each.
+
+    Raises:
+        ValueError: the set is empty, or none of its documents reaches one of the lengths.
+    """
     # Read the documents. A model with a limit gets the same ones as a model without, to be compared with it.
     prefix, ranks, trained = session.prefix, session.ranks, session.trained_length
     length = max(config.lengths)
@@ -88,6 +94,7 @@ def _measure(
     token_sizes = token_bytes(session.tokenizer)
 
     def read(sequences: list[np.ndarray], spans: list[Spans], edges: tuple[int, ...]) -> LossTable:
+        """Return the losses of all sequences, each of which one of the ranks reads."""
         mine = loss_table(
             session.model,
             sequences[ranks.rank :: ranks.world],
@@ -115,24 +122,7 @@ def _measure(
     if not reached:
         raise ValueError(f"no document of {name} reaches any of suite.perplexity.lengths: lower them")
 
-    tokens = fingerprint(documents)
-    scores = [
-        Score(
-            "perplexity",
-            name,
-            metric,
-            length=n,
-            **value._asdict(),
-            documents=estimates[n].mean.documents,
-            sequences=estimates[n].sequences,
-            higher_is_better=False,
-            fingerprint=tokens,
-            by_document=list(estimates[n].losses) if metric == "loss" else [],
-            weights=list(estimates[n].targets) if metric == "loss" else None,
-        )
-        for n in reached
-        for metric, value in estimates[n].values().items()
-    ]
+    scores = list(_scores(name, {n: estimates[n] for n in reached}, fingerprint(documents)))
     panels = sorted({max(reached), *config.panels} & estimates.keys())
     curves = [curve for n in panels for curve in _curves(table, name, n)]
     notes = [DIFFERENT_TEXT] if len(reached) > 1 else []
@@ -140,6 +130,18 @@ def _measure(
         reason = f"the model has positions for {limit:,} tokens" if max(missing) > limit else "too few tokens"
         notes.append(f"{name} was not read over {', '.join(f'{n:,}' for n in missing)} tokens: {reason}.")
     return Measurements(scores, curves, notes)
+
+
+def _scores(name: str, estimates: dict[int, Estimate], fingerprint: str) -> Iterator[Score]:
+    """Yield loss, perplexity and bits per byte for each context length of `estimates`."""
+    for length, estimate in estimates.items():
+        facts = {"length": length, "documents": estimate.mean.documents, "sequences": estimate.sequences}
+        facts |= {"higher_is_better": False, "fingerprint": fingerprint}
+        # The documents of the loss also serve to compare perplexities and bits per byte.
+        by_document = {"by_document": list(estimate.losses), "weights": list(estimate.targets)}
+        for metric, value in estimate.values().items():
+            more = by_document if metric == "loss" else {}
+            yield Score("perplexity", name, metric, **value._asdict(), **facts, **more)
 
 
 def _curves(table: LossTable, name: str, length: int) -> Iterator[Curve]:

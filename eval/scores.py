@@ -85,6 +85,7 @@ def _metrics(results: dict, name: str) -> Iterator[tuple[str, str, str, float, f
 
 
 def _of_task(results: dict, name: str, task: Task) -> Iterator[Score]:
+    """Yield a score for each metric of a task, with the contributions of its documents."""
     better = results["higher_is_better"].get(name) or {}
     # Ranks return the samples in another order than that of the data set.
     samples = sorted(results["samples"].get(name, ()), key=lambda sample: sample["doc_id"])

@@ -55,6 +55,7 @@ def _rows(options: Generate, report: Report, config: TrainConfig) -> Iterator[Ro
 
 
 def _time(name: str, model: PreTrainedModel, batch: int, context: int, tokens: int) -> Row:
+    """Measure one batch and context, with `tokens` new tokens; the row has only a note if that fails."""
     on_gpu = model.device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     if on_gpu:

@@ -133,6 +133,7 @@ def compare(
 
 
 def _measure(implementation: Implementation, work: Work, report: Report, graphs: bool) -> Row:
+    """Return errors, times and memory; only the errors and a note if the numbers are wrong."""
     errors = work.errors(implementation.run)
     outputs = {name: error for name, error in errors.items() if name in work.output_gradients}
     gradients = {name: error for name, error in errors.items() if name not in outputs}

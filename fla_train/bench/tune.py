@@ -54,6 +54,7 @@ def run(options: Tune, report: Report) -> None:
 
 
 def _rows(options: Tune, device: torch.device) -> Iterator[Row]:
+    """Yield a row for each kernel of each shape, and write the table after each shape."""
     dtype, file = DTYPES[options.dtype], options.file or launch_table.user_file()
     table = launch_table.read_table(file) if file.is_file() else {}
     for head_dim, num_householder in product(options.head_dim, options.num_householder):

@@ -204,6 +204,8 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS, follow: bool = Tr
 
 
 def _below(root: Path, follow: bool) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden, each folder once, in a fixed order of folders."""
+
     def refuse(error: OSError) -> None:
         raise error
 

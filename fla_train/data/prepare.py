@@ -80,6 +80,7 @@ def check_first_document(config: DataConfig) -> None:
 
 
 def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | None) -> PreparedData:
+    """Return the prepared folder of one corpus. Build it under locks if it is not there yet."""
     paths = cache.cache_paths(config)
     if not paths.is_ready():
         # One text at two paths is built in two folders, each of which would replace `final`.

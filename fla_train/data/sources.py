@@ -117,6 +117,7 @@ def _where(config: DataConfig) -> str:
 
 
 def _hub(config: DataConfig, commit: str | None) -> Source:
+    """Open a dataset on the Hub at a commit, or a local folder of the same layout."""
     keys = ("path", "name", "revision", "split", "text_column")
     description = {"kind": "hub"} | {key: getattr(config, key) for key in keys}
     if not is_on_hub(config):

@@ -114,6 +114,7 @@ def _byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> "PreTrainedTokenizerFast":
+    """Train byte-level BPE on the first `train_bytes` bytes of the texts, up to the end of a text."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
@@ -143,6 +144,7 @@ def _wrap(backend: tokenizers.Tokenizer, **special: str) -> "PreTrainedTokenizer
 
 
 def _pretrained(name: str, eos_token: str | None, offline: bool) -> "PreTrainedTokenizerBase":
+    """Load a folder, a file or a Hub name as `load_tokenizer` does, and set its end-of-sequence token."""
     path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(FILES)
     if looks_local and not path.exists():

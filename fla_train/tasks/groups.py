@@ -91,6 +91,7 @@ def _generated(group: Group, elements: list[int]) -> np.ndarray:
 
 
 def _factor(factor: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return `table` and `moved` of a group without "x" in its name."""
     kind, n = factor[0], int(factor[1:])
     if kind in "SA":
         return _permutation_group(n, even_only=kind == "A")
@@ -104,6 +105,7 @@ def _factor(factor: str) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _permutation_group(n: int, even_only: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return `table` and `moved` of S<n>, or of A<n> with `even_only`."""
     elements = np.array(list(permutations(range(n))))  # [order, n], lexicographic
     if even_only:
         inversions = sum((elements[:, i, None] > elements[:, i + 1 :]).sum(1) for i in range(n))

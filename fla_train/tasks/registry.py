@@ -157,6 +157,7 @@ def tasks_for_testing(config: "TaskConfig") -> dict[str, Task]:
 
 
 def _curriculum_errors(config: "TaskConfig") -> Iterator[str]:
+    """Yield the errors of stages: a wrong form, no task, longer sequences, or another vocabulary."""
     if config.curriculum and task_class(config.kind).length_option is None:
         yield f"curriculum needs sequences of several lengths: {config.kind} has one length"
         return
@@ -177,6 +178,7 @@ def _curriculum_errors(config: "TaskConfig") -> Iterator[str]:
 
 
 def _target_errors(config: "TaskConfig") -> Iterator[str]:
+    """Yield the entries of `stop_at` that name no metric of a test set."""
     if not config.stop_at:
         return
     known = []

@@ -97,6 +97,8 @@ def rule(config_type: type, kind: str, name: str) -> Any:
 
 @cache
 def _rules(config_type: type, kind: str) -> dict[str, Any]:
+    """Return the rule `kind` of every key by its dotted name; "" has that of keys without one, None."""
+
     def collect(section: type, prefix: str, inherited: Any) -> Iterator[tuple[str, Any]]:
         types = get_type_hints(section)
         for entry in fields(section):
@@ -119,6 +121,7 @@ def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the errors of a value of key `name`, or of each value in a list or mapping."""
     limits = {word: metadata[word] for word in LIMITS if word in metadata}
     choices, classes = metadata.get("choices", ()), metadata.get("classes")
     if isinstance(value, Mapping):

@@ -87,6 +87,7 @@ class StagingBuffer:
         return self._copied is not None
 
     def _grow(self, size: int) -> None:
+        """Make the memory at least `size` bytes large. Memory that has grown must be pinned again."""
         if size <= self._size:
             return
         self._unpin()
@@ -112,6 +113,7 @@ class StagingBuffer:
 
 
 def _key(tensor: Tensor) -> tuple:
+    """Identify a view of memory: equal keys are the same bytes in the same shape."""
     storage = tensor.untyped_storage().data_ptr()
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
