@@ -85,7 +85,8 @@ def describe_exit(code: int) -> str:
     """Describe the end of a rank that left only its exit code (for a signal, its negative number)."""
     if code >= 0:
         return f"ended with exit code {code}"
-    line = f"was killed by {signal.Signals(-code).name}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    line = f"was killed by {names.get(-code, f'signal {-code}')}"
     if -code != signal.SIGKILL:
         return line
     return f"{line} (if nobody did, the system ran out of memory: see dmesg, and give the job more)"

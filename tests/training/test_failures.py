@@ -1,12 +1,13 @@
 """Failures are described in one line, and are final if a restart would fail again."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fla_train.training.config import TrainConfig
-from fla_train.training.failures import TrainingStopped, describe_failure
+from fla_train.training.failures import TrainingStopped, describe_exit, describe_failure
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.watchdog import RankHung
 
@@ -40,6 +41,13 @@ NCCL = (
 def test_failures_that_would_recur_are_final(failure: Exception, line: str, final: bool):
     described, is_final = describe_failure(failure)
     assert described.startswith(line) and is_final == final
+
+
+def test_the_end_by_any_signal_is_described():
+    """Real-time signals have no name."""
+    assert all(describe_exit(-number) for number in signal.valid_signals())
+    assert "SIGTERM" in describe_exit(-signal.SIGTERM)
+    assert str(signal.SIGRTMIN + 5) in describe_exit(-signal.SIGRTMIN - 5)
 
 
 @pytest.mark.parametrize(
