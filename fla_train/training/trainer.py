@@ -117,6 +117,7 @@ class Trainer:
         self.unread: list[tuple[int, Callable[[], FinishedStep]]] = []
         self.stopping = False  # whether a rank was asked to stop
         self.reached = False  # whether the run ends before its last step; equal on all ranks
+        self._unlogged: Record | None = None  # record of the newest step, if it was not to be logged
 
         # Attach features last, because they read all of the above. Set random states after that, because
         # features may draw numbers until then.
@@ -282,19 +283,19 @@ class Trainer:
             if step == self.first_step and not result.targets:
                 self.log("warning      the loss is 0: no token of the first step is a target")
             last = self.finished and step == state.step
+            self._unlogged = {
+                "step": step,
+                "tokens": entry.tokens,
+                "loss": result.loss,
+                "lr": entry.rate,
+                "grad_norm": result.grad_norm,
+                "skipped_steps": state.skipped_steps,
+                **entry.metrics,
+            }
             if result.skipped or last or self.is_observed(step) or _divides(trainer.log_every, step):
                 speed = speed or self.throughput.read()
-                record: Record = {
-                    "step": step,
-                    "tokens": entry.tokens,
-                    "loss": result.loss,
-                    "lr": entry.rate,
-                    "grad_norm": result.grad_norm,
-                    **speed,
-                    "skipped_steps": state.skipped_steps,
-                    **entry.metrics,
-                }
-                self.logger.step(record, skipped=result.skipped)
+                self.logger.step(self._unlogged | speed, skipped=result.skipped)
+                self._unlogged = None
             if state.skipped_in_row >= trainer.max_skipped_steps:
                 cause = f"the last {state.skipped_in_row} steps were skipped (NaN, infinity or a spike)"
                 raise TrainingStopped(f"{cause}: lower optimizer.lr, or raise schedule.warmup_steps")
@@ -344,6 +345,8 @@ class Trainer:
         Raises:
             TrainingStopped: the last checkpoint or export could not be written.
         """
+        if self._unlogged is not None:  # a feature has ended the run after this step's report
+            self.logger.step(self._unlogged | self.throughput.read(), skipped=False)
         if not self.checkpoints.is_saved(self.state.step):
             self._save()
             self.checkpoints.finish_copy()

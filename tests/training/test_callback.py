@@ -67,6 +67,10 @@ from fla_train.training.callback import Callback
 class Stopper(Callback):
     def after_results(self, results):
         self.trainer.reached = results[-1].step >= 2
+
+class Evaluated(Callback):
+    def after_evaluation(self, step, record):
+        self.trainer.reached = True
 """
 
 
@@ -79,6 +83,16 @@ def test_a_callback_ends_a_run(make_config: Make, warm_ranks: WarmRanks, tmp_pat
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
     assert [record["step"] for record in records if "validation_loss" in record] == [3]
     assert (tmp_path / "run/hf/step-0000003").is_dir()
+
+
+def test_the_last_step_is_logged_if_its_evaluation_ends_the_run(
+    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
+):
+    Path("stopper.py").write_text(STOPPER)
+    options = [*CPU, "trainer.eval_every=2", "trainer.log_every=3", f"run.dir={tmp_path / 'run'}"]
+    warm_ranks.launch(make_config(*options, "trainer.callbacks=[stopper:Evaluated]"))
+    records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == [2] and records[0]["tokens_per_second"] > 0
 
 
 def train_with_wandb(plan: Path) -> None:
