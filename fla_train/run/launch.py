@@ -113,7 +113,7 @@ def _is_left_to_train(plan: RunPlan, folder: RunFolder) -> bool:
     step = newest[1].step
     if complete:
         further = f"a trainer.max_steps above {step}"
-        if has_reached(config.task, folder, step):
+        if config.task and has_reached(config.task.stop_at, folder, step):
             further = "another task.stop_at"
         log(f"run          {folder.root} is complete: {step:,} steps, model in {folder.export(step)}")
         log(f"             to train on, give {further}")

@@ -15,6 +15,7 @@ from fla_train.training.checkpoint import WEIGHTS, step_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.metrics import draw_losses
 from fla_train.training.plan import read_plan
+from fla_train.training.resume import has_reached
 from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.keys import rule
 from fla_train.utils.overrides import flatten
@@ -111,8 +112,8 @@ class Run:
         """Return `running`, `finished` (with its export and plot) or `stopped`."""
         if is_locked(self.files):
             return "running"
-        step = self.step
-        ended = step >= self.settings["trainer.max_steps"] or bool(self.settings.get("task.stop_at"))
+        step, target = self.step, self.settings.get("task.stop_at")
+        ended = step >= self.settings["trainer.max_steps"] or has_reached(target, self.files, step)
         whole = ended and self.files.export(step).is_dir() and self.files.loss_plot.is_file()
         return "finished" if whole else "stopped"
 

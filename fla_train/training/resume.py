@@ -4,7 +4,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from fla_train.data.cache import PreparedData, prepared_folder
 from fla_train.hub.checksums import CHECKSUMS, find_export_damage
-from fla_train.tasks.config import TaskConfig
 from fla_train.training.checkpoint import CheckpointStore, TrainState, find_error
 from fla_train.training.config import TrainConfig
 from fla_train.training.run_folder import RunFolder
@@ -63,23 +62,24 @@ def is_complete(folder: RunFolder, config: TrainConfig, checkpoint: Path, state:
     A run that was killed shortly before its end still lacks an export or plot. A damaged export or checkpoint
     counts as missing, so the run resumes and writes it again.
     """
-    if state.step < config.trainer.max_steps and not has_reached(config.task, folder, state.step):
+    target = config.task and config.task.stop_at
+    if state.step < config.trainer.max_steps and not has_reached(target, folder, state.step):
         return False
     export = folder.export(state.step)
     written = folder.loss_plot.is_file() and (export / CHECKSUMS).is_file()
     return written and find_export_damage(export) is None and find_error(checkpoint) is None
 
 
-def has_reached(config: TaskConfig | None, folder: RunFolder, step: int) -> bool:
-    """Return whether the last two evaluations up to `step` reached every metric of `stop_at`."""
-    if config is None or not config.stop_at:
+def has_reached(stop_at: Iterable | None, folder: RunFolder, step: int) -> bool:
+    """Return whether the last two evaluations up to `step` reached every metric of `task.stop_at`."""
+    if not stop_at:
         return False
     tests = [r for r in read_metrics(folder.metrics) if "validation_loss" in r and r["step"] <= step]
     # A test set may be newer than an evaluation, which then has no result for it.
     return len(tests) >= EVALUATIONS_TO_STOP and all(
         record.get(metric, -math.inf) >= value
         for record in tests[-EVALUATIONS_TO_STOP:]
-        for metric, value in config.stop_at
+        for metric, value in stop_at
     )
 
 

@@ -195,9 +195,10 @@ class TaskEvaluation(Evaluation):
 
     def _look_at_target(self, step: int) -> bool:
         """Return whether metrics.jsonl on rank 0 reaches the target, and end the run on all ranks if so."""
-        if not self._config.stop_at:
+        target, folder = self._config.stop_at, self.trainer.folder
+        if not target:
             return False
-        answer = [self.trainer.rank == 0 and has_reached(self._config, self.trainer.folder, step)]
+        answer = [self.trainer.rank == 0 and has_reached(target, folder, step)]
         dist.broadcast_object_list(answer)
         self.trainer.reached |= answer[0]
         return answer[0]
