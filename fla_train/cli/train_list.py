@@ -215,6 +215,5 @@ def train_list(arguments: Sequence[str]) -> int:
         for name, overrides in runs.items()
     }
     failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
-    if number is not None:
-        return exit_status(number)
-    return 1 if failed else 0
+    left = any(job.status() not in SKIPPED for job in jobs.values())
+    return 1 if failed else exit_status(number or signal.SIGTERM) if left else 0

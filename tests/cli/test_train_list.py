@@ -67,7 +67,7 @@ def test_runs_share_the_gpus_and_finished_ones_are_left_alone(train, tmp_path: P
 
 
 def test_the_same_command_continues_runs_that_were_stopped(train, tmp_path: Path) -> None:
-    assert train("--only", "slow", "--gpus", "none", "--seconds", "47") == 0
+    assert train("--only", "slow", "--gpus", "none", "--seconds", "47") == 75
     assert train("--only", "slow", "--gpus", "4") == 0
     assert gpus(tmp_path, "slow") == ["cpu", "4"]
     assert (tmp_path / "runs" / "slow" / "metrics.jsonl").is_file()
