@@ -15,25 +15,27 @@ import torch
 from fla_train.bench.models import Compose
 from fla_train.bench.options import Precompile
 from fla_train.bench.report import Report
+from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.run.launch import TrainingFailed, launch
 from fla_train.training.config import TrainConfig
 
 # Two steps of one micro-batch per rank, with statistics in the second.
 SHORT = """
-trainer.max_steps=2 trainer.stats_every=2 trainer.global_batch_tokens=auto trainer.target_batch_tokens=1
+trainer.max_steps=2 trainer.max_tokens=null trainer.epochs=null schedule.warmup_steps=null
+schedule.decay_steps=null trainer.stats_every=2 trainer.global_batch_tokens=auto trainer.target_batch_tokens=1
 trainer.profile_steps=[] trainer.eval_every=0 trainer.checkpoint_every=0 trainer.export_every=0
 trainer.suite_every=0 launch.num_machines=1 launch.machine_rank=null logger.wandb.mode=disabled
 logger.tensorboard=false hub.repo_id=null hub.push_every=0 init_from=null
 """.split()
-TEXT = "data.source=local data.tokenizer.name=bytes data.validation_fraction=0.5".split()
 
 
 def run(options: Precompile, report: Report, compose: Compose) -> None:
     """Compile the kernels of a run into the folder, which becomes Triton's cache of this process.
 
-    Kernels depend on model, precision, `trainer.seq_len`, `trainer.micro_batch_size` and context parallelism.
-    They depend neither on data nor on the number of steps or of data-parallel processes.
+    Kernels depend on model, precision, `trainer.seq_len`, `trainer.micro_batch_size`, context parallelism,
+    `data.document_boundaries` and `data.contiguous`. They depend neither on other settings of the data nor on
+    the number of steps or of data-parallel processes.
 
     Raises:
         ValueError: there is no GPU, `fla-train` rejects the config, or the run failed.
@@ -44,8 +46,11 @@ def run(options: Precompile, report: Report, compose: Compose) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     with TemporaryDirectory(prefix="fla-train-precompile-") as scratch:
+        config = compose([*options.overrides, *_short(compose(options.overrides), Path(scratch))])
+        if config.task is None:
+            config.data = _short_text(config, Path(scratch))
         try:
-            launch(compose([*options.overrides, *_short(compose(options.overrides), Path(scratch))]))
+            launch(config)
         except TrainingFailed as failure:
             raise ValueError(f"the run that compiles has failed: {failure}") from None
     kernels = len(list(folder.rglob("*.cubin")))
@@ -63,10 +68,21 @@ def _short(config: TrainConfig, scratch: Path) -> list[str]:
         *SHORT,
     ]
     if config.task is None:
-        text = "one two three " * (trainer.seq_len // 10)
-        lines = (json.dumps({"text": f"{number} {text}"}) for number in range(40))
-        (scratch / "text.jsonl").write_text("\n".join(lines) + "\n")
-        vocabulary = config.model["vocab_size"] or DeltaProductConfig.vocab_size
-        short += [f"data.path={scratch / 'text.jsonl'}", f"data.cache_dir={scratch / 'data'}"]
-        short += [f"model.vocab_size={vocabulary}", *TEXT]
+        short.append(f"model.vocab_size={config.model['vocab_size'] or DeltaProductConfig.vocab_size}")
     return short
+
+
+def _short_text(config: TrainConfig, scratch: Path) -> DataConfig:
+    """Write a short text to `scratch`, and return settings that read it in rows like those of the run."""
+    text = "one two three " * (config.trainer.seq_len // 10)
+    lines = (json.dumps({"text": f"{number} {text}"}) for number in range(40))
+    (scratch / "text.jsonl").write_text("\n".join(lines) + "\n")
+    return DataConfig(
+        source="local",
+        path=str(scratch / "text.jsonl"),
+        cache_dir=str(scratch / "data"),
+        validation_fraction=0.5,
+        document_boundaries=config.data.document_boundaries,
+        contiguous=config.data.contiguous,
+        tokenizer=TokenizerConfig(name="bytes"),
+    )

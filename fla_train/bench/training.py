@@ -39,7 +39,9 @@ from fla_train.training.features.float8 import Float8
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
 
-QUIET = ("logger.wandb.mode=disabled", "logger.tensorboard=false")
+# Steps are timed and not logged, so wandb need not be installed. The length of the run plays no part.
+UNUSED = ("logger.wandb.mode=disabled", "logger.tensorboard=false")
+UNUSED += ("trainer.max_steps=1000000", "trainer.max_tokens=null", "trainer.epochs=null")
 WARM_UP = 3  # steps that compile kernels and allocate the optimizer's moments
 
 COLUMNS = (
@@ -80,8 +82,7 @@ def run(options: Train, report: Report, compose: Compose) -> None:
     Raises:
         ValueError: the config is wrong, or no model could be measured.
     """
-    # Steps are timed and not logged, so wandb need not be installed. Random tokens need no tokenizer.
-    config = compose(["launch.num_processes=1", *options.overrides, *QUIET])
+    config = compose(["launch.num_processes=1", *options.overrides, *UNUSED])
     if config.launch.num_machines != 1 or config.task is not None:
         raise ValueError("fla-bench train measures language models on one machine: no task, num_machines=1")
     config = resolve(config).config

@@ -9,6 +9,7 @@ import torch
 from fla_train.bench import precompile
 from fla_train.bench.options import Train
 from fla_train.cli.bench import parse, run
+from fla_train.run.resolve import resolve
 
 SMALL = ["model=gated_delta_product/tiny", "trainer.seq_len=16", "trainer.micro_batch_size=1"]
 
@@ -52,6 +53,20 @@ def test_a_wrong_request_is_a_value_error(arguments, message) -> None:
         run(arguments)
 
 
+def test_every_length_of_a_run_can_be_timed(monkeypatch) -> None:
+    """The recipe of a run in tokens, with a warm-up, is measured like one in steps."""
+    measured = []
+    monkeypatch.setattr(
+        "fla_train.bench.training.on_ranks", lambda *arguments: measured.append(arguments) or {}
+    )
+    monkeypatch.setattr("fla_train.bench.report.Report.__init__", lambda report, options: None)
+    monkeypatch.setattr("fla_train.bench.report.Report.print", lambda report, line: None)
+    monkeypatch.setattr("fla_train.bench.report.Report.table", lambda report, name, columns, rows: [*rows])
+    lengths = ["trainer.max_tokens=4096", "schedule.warmup_steps=9", "trainer.global_batch_tokens=32"]
+    run(["train", *SMALL, *lengths, "launch.device=cpu"])
+    assert len(measured) == 1
+
+
 def test_overrides_stand_anywhere() -> None:
     name, options = parse(["train", "a.b=1", "--peers", "llama", "fla", "c=2", "--", "d=3"])
     assert name == "train"
@@ -59,16 +74,31 @@ def test_overrides_stand_anywhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [[], ["task=mqar", "trainer.seq_len=64"]])
-def test_precompile_runs_a_short_run_and_leaves_kernels_only(task, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["task=mqar", "trainer.seq_len=64"],
+        ["data=fineweb", "data.document_boundaries=true", "data.max_tokens=1000"],
+        ["data=mixture", "+data.mixture={a:{weight:1,path:/a}}", "data.contiguous=true"],
+        [
+            "experiment=paper/deltaproduct_340m",
+            "data.contiguous=true",
+            "trainer.max_tokens=1000000",
+            "schedule.warmup_steps=9",
+        ],
+    ],
+)
+def test_precompile_runs_a_short_run_and_leaves_kernels_only(data, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     launched = []
     monkeypatch.setattr(precompile, "launch", launched.append)
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     monkeypatch.setattr("fla_train.bench.report.Report.__init__", lambda report, options: None)
     monkeypatch.setattr("fla_train.bench.report.Report.print", lambda report, line: None)
-    run(["precompile", "--folder", str(tmp_path), SMALL[0], "launch.device=cpu", *task])
+    run(["precompile", "--folder", str(tmp_path), SMALL[0], "launch.device=cpu", *data])
     (config,) = launched
     assert config.trainer.max_steps == 2 and not config.hub.repo_id and config.init_from is None
-    assert task or config.data.source == "local"
+    assert resolve(config).config.trainer.max_steps == 2  # no check rejects it
+    if config.task is None:
+        assert config.data.document_boundaries or config.data.contiguous  # other kernels than rows of text
     assert not list(tmp_path.iterdir())
