@@ -84,7 +84,7 @@ def train(node: DictConfig) -> int:
         if config.run.job is None and config.run.dir and not config.dry_run:
             output = Path(config.run.dir)
         line = f"job {number + 1}/{len(jobs)}: {', '.join(jobs[number]) or 'nothing is swept'}"
-        print(line, end=" ... " if output else "\n", flush=True)
+        log(line, end=" ... " if output else "\n")
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
     try:
@@ -100,9 +100,9 @@ def train(node: DictConfig) -> int:
     if output:
         losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
         final = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]
-        print(", ".join([run.status, *final]))
+        log(", ".join([run.status, *final]))
         if number + 1 == len(jobs):
-            print(f"Compare the jobs: fla-runs {shlex.quote(str(output.parent))}")
+            log(f"Compare the jobs: fla-runs {shlex.quote(str(output.parent))}")
     return 0
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from fla_train.cli.app import INTERRUPTED
+from fla_train.training.log import log
 from fla_train.utils.overrides import assign
 from fla_train.utils.safe_files import read_yaml
 
@@ -128,11 +129,11 @@ def run_jobs(
             while waiting and free and not stopping:
                 name = waiting.pop(0)
                 if (state := jobs[name].status()) in SKIPPED:
-                    print(f"{state:10} {name}", flush=True)
+                    log(f"{state:10} {name}")
                     continue
                 slot = free.pop(0)
                 running[name] = _start(jobs[name], slot), slot
-                print(f"started    {name}", flush=True)
+                log(f"started    {name}")
             for name, (process, slot) in list(running.items()):
                 if process.poll() is None:
                     continue
@@ -140,7 +141,7 @@ def run_jobs(
                 free.append(slot)
                 if process.returncode and not stopping:
                     failed[name] = _error(jobs[name], process.returncode)
-                print(f"{jobs[name].status():10} {name}  {failed.get(name, '')}".rstrip(), flush=True)
+                log(f"{jobs[name].status():10} {name}  {failed.get(name, '')}".rstrip())
             if stopping and time.monotonic() > deadline:
                 for process, _ in running.values():
                     process.kill()

@@ -29,17 +29,17 @@ if TYPE_CHECKING:  # they import torch
 PROGRESS_INTERVAL = 5.0  # seconds between lines of progress
 
 
-def log(text: str, *, error: bool = False) -> None:
+def log(text: str, *, error: bool = False, end: str = "\n") -> None:
     """Print a line to stdout or, if `error`, to stderr, if it still exists. Only rank 0 prints."""
     if is_first():
-        _print(text, sys.stderr if error else sys.stdout)
+        _print(text, sys.stderr if error else sys.stdout, end=end)
 
 
-def _print(text: str, *streams: TextIO) -> None:
+def _print(text: str, *streams: TextIO, end: str = "\n") -> None:
     """Print a line and flush it. A closed terminal or a full disk loses lines but does not end the run."""
     for stream in streams:
         with suppress(OSError):
-            print(text, file=stream, flush=True)
+            print(text, file=stream, end=end, flush=True)
 
 
 def redirect_output(file: Path) -> TextIO:

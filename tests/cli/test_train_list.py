@@ -1,5 +1,7 @@
 """`fla-runs train` shares the GPUs, skips finished runs and stops in time. A script replaces `fla-train`."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -64,6 +66,19 @@ def test_runs_share_the_gpus_and_finished_ones_are_left_alone(train, tmp_path: P
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         *("finished", "finished", "new", "new")
     ]
+
+
+class ClosedTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_closed_terminal_does_not_end_the_runs(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", ClosedTerminal())
+    assert train("--only", "[ab]", "--gpus", "4") == 0
+    assert gpus(tmp_path, "a") == gpus(tmp_path, "b") == ["4"]
 
 
 def test_the_same_command_continues_runs_that_were_stopped(train, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -103,6 +104,13 @@ def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path):
     assert stderr.count("error: ") == 1 and "micro_batch_size 3" in stderr
     assert stdout.count("parameters ") == 2
     assert [path.name for path in tmp_path.rglob("*")] == ["multirun.yaml"]  # no folders of Hydra's for jobs
+
+
+def test_a_closed_terminal_does_not_end_the_jobs_of_a_sweep(fla_train, tmp_path: Path):
+    closed = io.TextIOWrapper(io.FileIO(os.open(os.devnull, os.O_RDONLY)))  # any write to it is an error
+    with contextlib.redirect_stdout(closed):
+        assert fla_train("seed=1,2", "dry_run=true", f"hydra.sweep.dir={tmp_path}", "-m")[0] == 0
+    closed.detach().close()
 
 
 def test_output_of_a_job_is_in_its_file_and_its_failure_on_the_terminal_too(
