@@ -159,16 +159,16 @@ class ShortConvolution(nn.Module):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embedding whose output is multiplied by a constant."""
+    """Embedding whose output is multiplied by `embed_scale`, a name that PEFT reads."""
 
-    def __init__(self, rows: int, channels: int, multiplier: float) -> None:
+    def __init__(self, rows: int, channels: int, embed_scale: float) -> None:
         super().__init__(rows, channels)
-        self.multiplier = multiplier
+        self.embed_scale = embed_scale
 
     def forward(self, token: Tensor) -> Tensor:
         """Look up token ids [...] and return [..., channels]."""
         embedding = super().forward(token)
-        return embedding if self.multiplier == 1 else embedding * self.multiplier
+        return embedding if self.embed_scale == 1 else embedding * self.embed_scale
 
 
 class GatedMLP(nn.Module):

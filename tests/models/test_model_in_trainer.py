@@ -77,9 +77,9 @@ def test_the_trainer_evaluates_and_predicts(build: Callable, tmp_path: Path) -> 
 
 
 def test_lora_of_peft_trains_adapters_only(build: Callable, tokens: torch.Tensor, tmp_path: Path):
-    targets = ["q_proj", "o_proj", "down_proj", "lm_head"]
+    targets = ["embeddings", "q_proj", "o_proj", "down_proj", "lm_head"]
     peft = pytest.importorskip("peft")
-    model = build("hybrid").float()
+    model = build("hybrid", embedding_multiplier=3.0).float()
     before = model(tokens).logits.detach()
     old = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=2))
@@ -87,7 +87,7 @@ def test_lora_of_peft_trains_adapters_only(build: Callable, tokens: torch.Tensor
     Trainer(adapted, TrainingArguments(**training(tmp_path)), train_dataset=[row(SIZE), row(4)]).train()
     changed = set()
     for name, parameter in adapted.named_parameters():
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("_embedding", "")
         if "lora_B" in name:
             assert parameter.any(), name
             changed.add(name.split(".lora_B")[0].split(".")[-1])
