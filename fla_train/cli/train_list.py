@@ -128,12 +128,13 @@ def run_jobs(
                     process.send_signal(signal.SIGTERM)
             while waiting and free and not stopping:
                 name = waiting.pop(0)
-                if (state := jobs[name].status()) in SKIPPED:
-                    log(f"{state:10} {name}")
-                    continue
-                slot = free.pop(0)
-                running[name] = _start(jobs[name], slot), slot
-                log(f"started    {name}")
+                try:
+                    if (state := jobs[name].status()) not in SKIPPED:
+                        running[name] = _start(jobs[name], free[0]), free.pop(0)
+                        state = "started"
+                except (OSError, ValueError) as error:  # the running jobs go on
+                    state, failed[name] = "failed", f"error: {error}"
+                log(f"{state:10} {name}  {failed.get(name, '')}".rstrip())
             for name, (process, slot) in list(running.items()):
                 if process.poll() is None:
                     continue
@@ -216,5 +217,7 @@ def train_list(arguments: Sequence[str]) -> int:
         for name, overrides in runs.items()
     }
     failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
+    if failed:
+        return 1
     left = any(job.status() not in SKIPPED for job in jobs.values())
-    return 1 if failed else exit_status(number or signal.SIGTERM) if left else 0
+    return exit_status(number or signal.SIGTERM) if left else 0

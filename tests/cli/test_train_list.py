@@ -81,6 +81,14 @@ def test_a_closed_terminal_does_not_end_the_runs(
     assert gpus(tmp_path, "a") == gpus(tmp_path, "b") == ["4"]
 
 
+def test_a_run_that_cannot_start_does_not_end_the_others(train, tmp_path: Path, capsys) -> None:
+    (tmp_path / "runs" / "slow").mkdir(parents=True)
+    (tmp_path / "runs" / "slow" / "config.yaml").write_text("[")
+    (tmp_path / "runs" / "a").touch()
+    assert train("--only", "a", "--only", "b", "--only", "slow", "--gpus", "4") == 1
+    assert gpus(tmp_path, "b") == ["4"] and capsys.readouterr().out.count("error: ") == 2
+
+
 def test_the_same_command_continues_runs_that_were_stopped(train, tmp_path: Path) -> None:
     assert train("--only", "slow", "--gpus", "none", "--seconds", "47") == 75
     assert train("--only", "slow", "--gpus", "4") == 0
