@@ -455,8 +455,10 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
         **_: object,
-    ) -> Masks:
+    ) -> Masks | None:
         """Make the masks of a step before a compiled forward, because the attention mask grows."""
+        if attention_mask is None:  # PEFT reads what is returned
+            return None
         return masks(config, inputs_embeds, attention_mask, past_key_values if cache is None else cache)
 
 

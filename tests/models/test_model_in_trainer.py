@@ -99,6 +99,18 @@ def test_lora_of_peft_trains_adapters_only(build: Callable, tokens: torch.Tensor
     torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, after, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", ["gated_delta_product", "hybrid"])
+@torch.no_grad()
+def test_prompt_tuning_of_peft_generates(build: Callable, tokens: torch.Tensor, variant: str):
+    peft = pytest.importorskip("peft")
+    model, greedy = build(variant), {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    adapted = peft.get_peft_model(model, config).eval()
+    embeddings = torch.cat([adapted.get_prompt(len(tokens)).double(), model.model.embeddings(tokens)], dim=1)
+    expected = model.generate(inputs_embeds=embeddings, **greedy)
+    assert torch.equal(adapted.generate(input_ids=tokens, **greedy)[:, tokens.shape[1] :], expected)
+
+
 @pytest.mark.parametrize("kind", ["packed", "lora"])
 def test_fine_tuning_by_trl(build: Callable, tokens: torch.Tensor, tmp_path: Path, kind: str) -> None:
     """The loss of the first step is the mean over the targets of the documents one by one, packed or not."""
