@@ -90,7 +90,9 @@ def test_any_ratio_of_head_sizes(key_dim: int) -> None:
         content = {"model_type": "delta_net", **size, "expand_v": value_dim / key_dim}
         config, _ = fla.to_ours(content, {})
         assert config.head_v_dim == value_dim
-        assert fla.from_ours(config, {})[0]["expand_v"] == pytest.approx(content["expand_v"], rel=1e-9)
+        ratio = fla.from_ours(config, {})[0]["expand_v"]
+        assert ratio == pytest.approx(content["expand_v"], rel=1e-9)
+        assert int(key_dim * ratio) == value_dim  # as its layer computes the size
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def from_ours(
         fields["expand_v"] = expansion(config.head_v_dim, config.head_dim)
     else:
         sizes = {"expand_k": config.head_dim, "expand_v": config.head_v_dim}
-        fields |= {field: config.num_heads * size / config.hidden_size for field, size in sizes.items()}
+        fields |= {field: expansion(config.num_heads * n, config.hidden_size) for field, n in sizes.items()}
 
     covered = {RENAMED.get(field, field) for field in fields} | model_type.implied.keys()
     covered |= {*FREE_FIELDS, *ATTN_KEYS.values(), "layer_types", "head_dim", "hidden_act", "mixer_options"}
