@@ -58,7 +58,7 @@ def task(config: DictConfig) -> int:
     _show(folder)
     if result.errors:
         names = ", ".join(result.errors)
-        advice = f"add output={folder} to try again, or name others: suite.perplexity.sets, suite.tasks"
+        advice = f"add output={folder} to try again, or leave them out of the suite"
         return fail(f"could not run {names}; {advice}", code=1)
     return 0
 
