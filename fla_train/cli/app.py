@@ -140,7 +140,7 @@ def fail(message: object, code: int = 2) -> int:
     return code
 
 
-def fail_by(error: Exception) -> int:
+def fail_with(error: Exception) -> int:
     """Print an error and return the exit status: 1 if the machine or the network failed, else 2."""
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename else ""
@@ -162,7 +162,7 @@ def plain_errors() -> Iterator[None]:
     except (ValueError, OmegaConfBaseException, OSError) as error:
         if os.environ.get("FLA_TRAIN_TRACEBACK"):
             raise
-        leave(fail_by(error))
+        leave(fail_with(error))
     except MemoryError:
         leave(fail("out of host memory: give the job more of it", 1))
     except KeyboardInterrupt as stop:
@@ -191,7 +191,7 @@ def run_hydra(
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # our Python processes never import from the current folder
     flags = flag_parser().parse_intermixed_args()
     overrides, config_dir = flags.overrides, flags.config_dir
-    words = [word for word in sys.argv[1:] if word not in overrides]
+    flag_words = [word for word in sys.argv[1:] if word not in overrides]
     config_name = flags.config_name or config_name
     if flags.experimental_rerun:
         raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
@@ -205,10 +205,10 @@ def run_hydra(
         if extend is not None:
             overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
         check(config_name, overrides, config_dir=config_dir)
-    sys.argv[1:] = [*words, *overrides]  # Hydra rejects overrides on both sides of flags
+    sys.argv[1:] = [*flag_words, *overrides]  # Hydra rejects overrides on both sides of flags
 
-    codes: list[int] = []
-    begun = False
+    codes: list[int] = []  # exit statuses of the jobs
+    begun = False  # whether a job has started: errors before that are Hydra's
 
     def guarded(config: DictConfig) -> None:
         nonlocal begun
@@ -218,7 +218,7 @@ def run_hydra(
         except (ValueError, OmegaConfBaseException, OSError) as error:
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
-            codes.append(fail_by(error))
+            codes.append(fail_with(error))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:

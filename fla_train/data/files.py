@@ -20,9 +20,9 @@ from pyarrow import parquet
 from fla_train.data.config import DataConfig
 
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
-_PROBE = 1 << 16  # bytes at each end of a file that its identity covers
+_END_BYTES = 1 << 16  # at each end of a file, which its identity covers
 _READ_ROWS = 16  # rows of a row group to decode at once, which bounds the memory
-_FETCH = "fetch the file again or remove it"
+_REMEDY = "fetch the file again or remove it"
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class ParquetSlice(FileSlice):
 
     def documents(self) -> Iterator[tuple[int, object]]:
         number = 0
-        with reading(self.path, _FETCH):
+        with reading(self.path, _REMEDY):
             file, groups = parquet.ParquetFile(self.path), range(self.first, self.stop)
             batches = file.iter_batches(_READ_ROWS, groups, [self.config.text_column])
         while True:
-            with reading(f"{self.where(number)} and following", _FETCH):
+            with reading(f"{self.where(number)} and following", _REMEDY):
                 values = next((batch.column(self.config.text_column).to_pylist() for batch in batches), None)
             if values is None:
                 return
@@ -149,7 +149,7 @@ class LinesSlice(FileSlice):
     def _lines(self) -> Iterator[bytes]:
         """Yield the lines. One that is too long is not read whole: decompressed, it might fill the memory."""
         packed = self.path.endswith(".gz")
-        with reading(self.path, _FETCH):
+        with reading(self.path, _REMEDY):
             file = gzip.open(self.path, "rb") if packed else open(self.path, "rb")
         with file:
             position = number = 0
@@ -157,7 +157,7 @@ class LinesSlice(FileSlice):
             if self.start:
                 position = file.seek(self.start - 1) + len(file.readline(self.config.max_line_bytes + 2))
             while packed or position < self.stop:
-                with reading(self.path, _FETCH):
+                with reading(self.path, _REMEDY):
                     line = file.readline(self.config.max_line_bytes + 2)
                 if not line:
                     return
@@ -225,9 +225,9 @@ def describe_files(files: Sequence[tuple[str, Path]]) -> list[dict[str, str | in
 
 def _hash_ends(path: Path) -> str:
     with reading(str(path), "give access, or remove it"), path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_PROBE))
-        if (size := path.stat().st_size) > _PROBE:
-            file.seek(max(_PROBE, size - _PROBE))
+        digest = hashlib.sha256(file.read(_END_BYTES))
+        if (size := path.stat().st_size) > _END_BYTES:
+            file.seek(max(_END_BYTES, size - _END_BYTES))
             digest.update(file.read())
     return digest.hexdigest()
 
@@ -246,7 +246,7 @@ def cut_files(
     for (_, path), identity in zip(files, identities, strict=True):
         size = path.stat().st_size
         if path.suffix == ".parquet":
-            with reading(str(path), _FETCH):
+            with reading(str(path), _REMEDY):
                 file = parquet.ParquetFile(path)
             require_column(path, config.text_column, file.schema_arrow.names)
             groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]

@@ -12,7 +12,7 @@ import torch
 
 from fla_train.data.mixture import Dataset
 
-READY = 4  # micro-batches to read ahead
+READ_AHEAD = 4  # micro-batches
 IGNORE = -100  # label of a position without a target, as in torch and transformers
 
 
@@ -119,10 +119,10 @@ class BatchSampler:
 
 
 class PrefetchLoader:
-    """Iterates over this rank's micro-batches, as `dataset.sequences` returns them, from `start_step` on.
+    """Iterate over this rank's micro-batches, as `dataset.sequences` returns them, from `start_step` on.
 
-    A background thread reads `READY` of them ahead. No random number generator is used. `next` raises the
-    errors of reading. Use as a context manager, or call `close`.
+    A background thread reads the next `READ_AHEAD` of them. No random number generator is used. `next` raises
+    the errors of reading. Use as a context manager, or call `close`.
 
     Args:
         end_step: the step before which to stop; None for no end.
@@ -144,7 +144,7 @@ class PrefetchLoader:
         return self
 
     def __next__(self) -> torch.Tensor | Batch:
-        for indices in islice(self._indices, READY + 1 - len(self._ready)):
+        for indices in islice(self._indices, READ_AHEAD + 1 - len(self._ready)):
             self._ready.append(self._pool.submit(self._dataset.sequences, indices))
         if not self._ready:
             raise StopIteration
