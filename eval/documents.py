@@ -48,8 +48,10 @@ def run_data(run: Path | None, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
     saved = read_saved(file).get("data") if file and file.is_file() else None
     if saved is None:
         raise ValueError("the checkpoint has no run folder: name documents in suite.perplexity.sets=[FILE]")
-    with suppress(ValueError):  # the folder of plan.json is lost
-        return open_prepared(str((find_json(run / "plan.json") or {}).get("data_folder")))
+    with suppress(ValueError):  # the folder of plan.json, or that of a corpus in it, is lost
+        kept = open_prepared(str((find_json(run / "plan.json") or {}).get("data_folder")))
+        kept.corpora()
+        return kept
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), saved))
     config.tokenizer.name = kept_tokenizer(config.tokenizer.name, run)
     prepared = prepare(config, log=lambda line: None, progress=False)

@@ -129,6 +129,20 @@ def test_text_that_is_added_after_the_training_changes_no_validation_split(tmp_p
         run_data(run, tokenizer)
 
 
+def test_a_lost_corpus_of_a_stream_is_prepared_again(corpus: Path, tokenizer, tmp_path: Path) -> None:
+    paths = {"path": str(corpus), "cache_dir": str(tmp_path / "cache")}
+    bytewise = TokenizerConfig(name="bytes")
+    data = DataConfig(source="local", validation_fraction=0.5, stream=True, tokenizer=bytewise, **paths)
+    stream = prepare(data, log=lambda line: None, progress=False)
+    expected = [document.tolist() for document in validation_documents(stream)]
+    OmegaConf.save(OmegaConf.create({"data": OmegaConf.structured(data)}), tmp_path / "config.yaml")
+    (tmp_path / "plan.json").write_text(json.dumps({"data_folder": str(stream.folder)}))
+    for head in stream.corpora().values():
+        shutil.rmtree(head.folder)
+    found = validation_documents(run_data(tmp_path, tokenizer))
+    assert [document.tolist() for document in found] == expected
+
+
 def test_each_panel_has_all_documents_that_reach_it(
     run: Path, tokenizer, scholar, tmp_path: Path, monkeypatch
 ) -> None:
