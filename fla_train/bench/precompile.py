@@ -60,13 +60,9 @@ def run(options: Precompile, report: Report, compose: Compose) -> None:
 
 def _short(config: TrainConfig, scratch: Path) -> list[str]:
     """Return overrides for a few steps of the run on one machine that write to `scratch` only."""
-    trainer, processes = config.trainer, config.launch.context_parallel
-    short = [
-        f"run.dir={scratch / 'run'}",
-        f"launch.num_processes={processes}",
-        f"trainer.eval_tokens={trainer.micro_batch_size * trainer.seq_len}",
-        *SHORT,
-    ]
+    eval_tokens = config.trainer.micro_batch_size * config.trainer.seq_len
+    short = [*SHORT, f"run.dir={scratch / 'run'}", f"trainer.eval_tokens={eval_tokens}"]
+    short.append(f"launch.num_processes={config.launch.context_parallel}")
     if config.task is None:
         short.append(f"model.vocab_size={config.model['vocab_size'] or DeltaProductConfig.vocab_size}")
     return short

@@ -212,10 +212,8 @@ def train_list(arguments: Sequence[str]) -> int:
     if request.dry_run:
         print(*(f"{status(folder / name):10} {name}  {' '.join(runs[name])}" for name in runs), sep="\n")
         return 0
-    jobs = {
-        name: training_job(folder / name, overrides, partial(status, folder / name))
-        for name, overrides in runs.items()
-    }
+    states = {name: partial(status, folder / name) for name in runs}
+    jobs = {name: training_job(folder / name, runs[name], state) for name, state in states.items()}
     failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
     if failed:
         return 1
