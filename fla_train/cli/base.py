@@ -8,7 +8,6 @@ choose what is imported. Nor does it choose machines, or what is published or ev
 """
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from fla_train.cli.app import compose
 from fla_train.cli.overrides import GROUPS, repository
 from fla_train.hub.saved_config import escaped, kept_tokenizer
 from fla_train.training.config import TrainConfig, load_config, named_classes
+from fla_train.training.log import log
 from fla_train.utils.keys import rule
 from fla_train.utils.overrides import assign, parse_all, pop_leaves
 
@@ -68,7 +68,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         changed = [item for item in left_out.items() if OmegaConf.select(config, item[0]) != item[1]]
         if options := [assign(key, value) for key, value in changed if key not in by_key]:
             reason = f"{run} does not decide what is published, or which machines train"
-            print(f"{reason}; to keep: {shlex.join(options)}", file=sys.stderr)
+            log(f"{reason}; to keep: {shlex.join(options)}", error=True)
     return overrides
 
 

@@ -1,6 +1,8 @@
 """A command on a run's folder starts from the run's config, and one with init_from from a model's."""
 
+import contextlib
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -70,6 +72,8 @@ def test_a_folder_alone_publishes_and_evaluates_nothing(run: Path, capfd: pytest
     assert (config.trainer.suite_every, config.trainer.suite_options) == (0, [])
     options = shlex.split(capfd.readouterr().err.partition("keep: ")[2])
     assert sorted(options) == sorted(PUBLISHES)
+    with open(os.devnull) as closed, contextlib.redirect_stderr(closed):  # any write to it is an error
+        assert composed(at(run)) == config
     config = composed(at(run), *PUBLISHES)
     assert (config.hub.repo_id, config.hub.license, config.hub.private) == ("other/model", "a b", False)
     assert config.trainer.suite_options == ["device=cpu"] and not capfd.readouterr().err
