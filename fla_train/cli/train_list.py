@@ -112,7 +112,8 @@ def run_jobs(
         seconds: time for all of it. Jobs are asked to save and stop `GRACE` seconds before its end.
 
     Returns:
-        the reason of each failed job by name, and the signal that stopped the list or None.
+        the reason of each failed job by name, and the signal that stopped the list (SIGTERM at the end of
+            `seconds`) or None.
     """
     signals: list[int] = []  # received
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -122,7 +123,9 @@ def run_jobs(
     deadline, stopping = time.monotonic() + seconds, False
     try:
         while running or (waiting and not stopping):
-            if not stopping and (signals or time.monotonic() > deadline - GRACE):
+            if not signals and time.monotonic() > deadline - GRACE:
+                signals.append(signal.SIGTERM)
+            if signals and not stopping:
                 stopping, deadline = True, min(deadline, time.monotonic() + GRACE)
                 for process, _ in running.values():
                     process.send_signal(signal.SIGTERM)
@@ -215,7 +218,7 @@ def train_list(arguments: Sequence[str]) -> int:
     states = {name: partial(status, folder / name) for name in runs}
     jobs = {name: training_job(folder / name, runs[name], state) for name, state in states.items()}
     failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
-    if failed:
-        return 1
-    left = any(job.status() not in SKIPPED for job in jobs.values())
-    return exit_status(number or signal.SIGTERM) if left else 0
+    # A run that a callback ended early counts as stopped, too, and would do so again.
+    if number is not None and any(jobs[name].status() not in SKIPPED for name in {*jobs} - {*failed}):
+        return exit_status(number)
+    return 1 if failed else 0

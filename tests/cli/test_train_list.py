@@ -26,14 +26,15 @@ if given["seed"] == "7":
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 if given["seed"] == "8" and len((run / "gpus").read_text().split()) == 1:
     time.sleep(60)
-(run / "metrics.jsonl").write_text('{"step": 4, "tokens": 8, "loss": 1.0}\\n')
-(run / "hf" / "step-0000004").mkdir(parents=True)
+step = 2 if given["seed"] == "9" else 4  # a callback has ended the run
+(run / "metrics.jsonl").write_text(f'{{"step": {step}, "tokens": 8, "loss": 1.0}}\\n')
+(run / "hf" / f"step-000000{step}").mkdir(parents=True)
 (run / "plots").mkdir()
 (run / "plots" / "loss.png").touch()
 """
 LIST = """
 shared: [model=delta_net/tiny]
-runs: {a: [seed=1], b: [seed=2], slow: [seed=8], wrong: [seed=7]}
+runs: {a: [seed=1], b: [seed=2], slow: [seed=8], wrong: [seed=7], early: [seed=9]}
 """
 
 
@@ -64,7 +65,7 @@ def test_runs_share_the_gpus_and_finished_ones_are_left_alone(train, tmp_path: P
     assert len(gpus(tmp_path, "a")) == 1 and "error: no such model" in capsys.readouterr().out
     assert train("--dry-run") == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        *("finished", "finished", "new", "new")
+        *("finished", "finished", "new", "new", "new")
     ]
 
 
@@ -90,7 +91,7 @@ def test_a_run_that_cannot_start_does_not_end_the_others(train, tmp_path: Path, 
 
 
 def test_the_same_command_continues_runs_that_were_stopped(train, tmp_path: Path) -> None:
-    assert train("--only", "slow", "--gpus", "none", "--seconds", "47") == 75
-    assert train("--only", "slow", "--gpus", "4") == 0
+    assert train("--only", "[sw]*", "--gpus", "none", "--jobs", "2", "--seconds", "47") == 75
+    assert train("--only", "slow", "--only", "early", "--gpus", "4") == 0
     assert gpus(tmp_path, "slow") == ["cpu", "4"]
     assert (tmp_path / "runs" / "slow" / "metrics.jsonl").is_file()
