@@ -139,7 +139,7 @@ def test_longhorn_solves_its_equation(exact: bool) -> None:
             state = transition @ state + written
         else:
             state = torch.linalg.solve(torch.eye(4).double() + decay, state + write)
-    torch.testing.assert_close(found[0], state, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0], state, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

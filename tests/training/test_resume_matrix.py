@@ -115,9 +115,10 @@ def saved(run: Path) -> dict[str, object]:
 
 
 def assert_equal(ours: object, theirs: object) -> None:
-    """Compare the tensors and values in nested containers bit for bit."""
-    for (path, a), (other, b) in zip(*(tree_flatten_with_path(x)[0] for x in (ours, theirs)), strict=True):
-        assert path == other
+    """Compare nested containers, and the tensors and values in them bit for bit."""
+    (our_leaves, our_tree), (their_leaves, their_tree) = map(tree_flatten_with_path, (ours, theirs))
+    assert our_tree == their_tree
+    for (path, a), (_, b) in zip(our_leaves, their_leaves, strict=True):
         if isinstance(a, torch.Tensor):
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), keystr(path)
         elif not hasattr(a, "__dict__"):
