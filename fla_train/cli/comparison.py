@@ -32,7 +32,7 @@ from fla_train.utils.safe_files import read_json
 
 SINGLE = ("launch.num_processes=1", "logger=none")
 LARGEST = 2**14  # steps of a size that is solved for
-# What bounds small models on an H100 or H200, measured with 50M parameters: seconds until a run's first step
+# Limits of small models on an H100 or H200, measured with 50M parameters: seconds until a run's first step
 # (20 to 37), and tokens/s of a run that has the GPU to itself (400,000 to 900,000).
 START, SPEED = 30, 600_000
 CONTEXT = 2048  # tokens before the generated ones, whose time is measured

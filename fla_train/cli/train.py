@@ -96,7 +96,7 @@ def train(node: DictConfig) -> int:
         log(str(stop))
         leave(EXIT_CODE)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command with this run.dir resumes the last checkpoint") from None
+        raise KeyboardInterrupt("repeat the command with this run.dir to resume") from None
     if output:
         losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
         final = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]

@@ -135,7 +135,7 @@ def run_jobs(
                     if (state := jobs[name].status()) not in SKIPPED:
                         running[name] = _start(jobs[name], free[0]), free.pop(0)
                         state = "started"
-                except (OSError, ValueError) as error:  # the running jobs go on
+                except (OSError, ValueError) as error:  # the running jobs continue
                     state, failed[name] = "failed", f"error: {error}"
                 log(f"{state:10} {name}  {failed.get(name, '')}".rstrip())
             for name, (process, slot) in list(running.items()):
@@ -218,7 +218,7 @@ def train_list(arguments: Sequence[str]) -> int:
     states = {name: partial(status, folder / name) for name in runs}
     jobs = {name: training_job(folder / name, runs[name], state) for name, state in states.items()}
     failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
-    # A run that a callback ended early counts as stopped, too, and would do so again.
+    # Without a signal, only a callback has ended a run that is left, and would end it again.
     if number is not None and any(jobs[name].status() not in SKIPPED for name in {*jobs} - {*failed}):
         return exit_status(number)
     return 1 if failed else 0

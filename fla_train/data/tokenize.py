@@ -195,7 +195,7 @@ def tokenize_source(
     if num_workers is None:
         num_workers = available_cores() if len(first_two) > 1 else 0
     numbered = enumerate(chain(first_two, pieces))
-    # Slices that have begun, in order. An earlier one may take longer than those after it.
+    # Slices that have begun, in order. An earlier slice may finish after later ones.
     pending: deque[tuple[int, Slice | Exception | None, Future[Record]]] = deque()
     with writers(encoder, num_workers) as write:
         while True:

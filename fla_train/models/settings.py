@@ -1,8 +1,8 @@
 """Settings of all DeltaProduct models, with their checks.
 
 The fields of `DeltaProductSettings` define the settings, from which `DeltaProductConfig` makes a config of
-transformers. configs/model/common.yaml explains each. The launcher of a run imports this module, but not
-transformers, which takes a third of a second.
+transformers. configs/model/common.yaml explains each. The launcher of a run imports this module. It does not
+import transformers, because that would take a third of a second.
 """
 
 import math

@@ -36,7 +36,7 @@ def import_object(path: str) -> Any:
     except Exception as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = ": install its package, start in the folder that holds it, or add that to PYTHONPATH"
+            hint = ": install its package, start in its folder, or add that folder to PYTHONPATH"
         raise ValueError(f"{path}: importing {module} raised {described(error)}{hint}") from error
     if target is None:
         raise ValueError(f"{path}: {module} has no {name}")
