@@ -7,12 +7,12 @@ import transformers, because that would take a third of a second.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Any, Self, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from fla_train.kernels.delta_product.interface import BACKENDS
+from fla_train.utils.keys import key, require_valid
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
@@ -23,15 +23,6 @@ ATTN_KEYS = {
     "window_size": "sliding_window",
     "rope_theta": "rope_theta",
 }
-
-
-def free(default: Any, *, machine: bool = False) -> Any:
-    """Declare a field that changes no trained weight, and results only by rounding.
-
-    Args:
-        machine: whether it describes the machine, so that it is not saved with the model.
-    """
-    return field(default=default, metadata={"machine": machine})
 
 
 @dataclass(repr=False)
@@ -76,50 +67,49 @@ class DeltaProductSettings:
 
     model_type = "delta_product"
 
-    vocab_size: int = 32000
-    hidden_size: int = 1024
-    num_hidden_layers: int = 24
-    num_heads: int = 8
-    num_v_heads: int | None = None
-    head_dim: int = 128
-    expand_v: float = 1.0
-    num_householder: int = 1
+    vocab_size: int = key(32000, at_least=1)
+    hidden_size: int = key(1024, at_least=1)
+    num_hidden_layers: int = key(24, at_least=1)
+    num_heads: int = key(8, at_least=1)
+    num_v_heads: int | None = key(None, at_least=1)
+    head_dim: int = key(128, at_least=1)
+    expand_v: float = key(1.0, above=0)
+    num_householder: int = key(1, at_least=1)
     use_forget_gate: bool = False
     use_output_gate: bool = False
     allow_neg_eigval: bool = True
     use_short_conv: bool = True
-    conv_size: int = 4
-    hidden_ratio: float = free(4.0)
-    intermediate_size: int | None = None
+    conv_size: int = key(4, at_least=1)
+    hidden_ratio: float = key(4.0, above=0, free=True)
+    intermediate_size: int | None = key(None, at_least=1)
     hidden_act: str = "silu"
-    norm_eps: float = 1e-6
-    o_norm_eps: float | None = None
-    embedding_multiplier: float = 1.0
-    residual_in_fp32: bool = free(True)
-    layer_types: list[str] | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    sliding_window: int | None = None
-    rope_theta: float | None = 10000.0
+    norm_eps: float = key(1e-6, above=0)
+    o_norm_eps: float | None = key(None, above=0)
+    embedding_multiplier: float = key(1.0, above=0)
+    residual_in_fp32: bool = key(True, free=True)
+    layer_types: list[str] | None = key(None, choices=LAYER_TYPES)
+    num_attention_heads: int | None = key(None, at_least=1)
+    num_key_value_heads: int | None = key(None, at_least=1)
+    sliding_window: int | None = key(None, at_least=2)
+    rope_theta: float | None = key(10000.0, above=0)
     use_qk_norm: bool = False
     norm_after: bool = False
     mixer: str | None = None
     mixer_options: dict[str, Any] | None = None
-    max_position_embeddings: int = free(2048)
-    initializer_range: float = free(0.02)
-    scale_output_init: bool = free(False)
-    embedding_init_std: float | None = free(None)
+    max_position_embeddings: int = key(2048, at_least=1, free=True)
+    initializer_range: float = key(0.02, above=0, free=True)
+    scale_output_init: bool = key(False, free=True)
+    embedding_init_std: float | None = key(None, above=0, free=True)
     tie_word_embeddings: bool = False
-    use_cache: bool = free(True)
+    use_cache: bool = key(True, free=True)
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    backend: str = free("auto", machine=True)
-    recompute_operator: bool = free(False, machine=True)
+    backend: str = key("auto", choices=("auto", *BACKENDS), free="machine")
+    recompute_operator: bool = key(False, free="machine")
 
     def __post_init__(self) -> None:
-        if errors := self._errors() or self._fit_errors():
-            raise ValueError(f"model config: {'; '.join(errors)}")
+        require_valid(self, "model.", DeltaProductSettings)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
         pattern = self.layer_types or ["linear_attention"]
@@ -139,7 +129,7 @@ class DeltaProductSettings:
             ValueError: unknown keys, or settings that contradict each other.
         """
         if unknown := sorted(set(node) - set(FIELDS)):
-            raise ValueError(f"model config: unknown {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+            raise ValueError(f"model has no {', '.join(unknown)}: its keys are {', '.join(FIELDS)}")
         return cls(**{k: v for k, v in node.items() if (k, v) != ("vocab_size", None)})
 
     @property
@@ -157,60 +147,38 @@ class DeltaProductSettings:
         """Return the indices of the softmax attention layers."""
         return [i for i, layer in enumerate(self.layer_types) if layer != "linear_attention"]
 
-    def _errors(self) -> list[str]:
-        """List errors of single fields."""
-        errors = []
-
-        def check(name: str, valid: bool, rule: str) -> None:
-            if not valid:
-                errors.append(f"{name} must be {rule}, got {getattr(self, name)!r}")
-
-        for name, entry in FIELDS.items():
-            value, types = getattr(self, name), get_args(entry.type) or (entry.type,)
-            if name.endswith("_token_id") or (value is None and NoneType in types):
-                continue
-            if int in types:
-                least = 2 if name == "sliding_window" else 1
-                check(name, type(value) is int and value >= least, f"an integer >= {least}")
-            elif float in types:
-                check(name, isinstance(value, int | float) and 0 < value < math.inf, "> 0 and finite")
-            elif bool in types:
-                check(name, isinstance(value, bool), "true or false")
-        types = self.layer_types
-        listed = types is None or (isinstance(types, list | tuple) and types and {*types} <= {*LAYER_TYPES})
-        check("layer_types", listed, f"null or a list of {', '.join(LAYER_TYPES)}")
-        imported = self.mixer is None or IMPORT_PATH.fullmatch(str(self.mixer))
-        check("mixer", imported, "null or package.module:Class")
-        check("mixer_options", isinstance(self.mixer_options, Mapping | None), "null or a mapping")
-        check("hidden_act", self.hidden_act == "silu" or _is_activation(self.hidden_act), "'silu'")
-        check("backend", self.backend in ("auto", *BACKENDS), f"auto, {', '.join(BACKENDS)}")
-        return errors
-
-    def _fit_errors(self) -> list[str]:
-        """List fields that are valid one by one and contradict each other."""
+    def check(self) -> Iterator[str]:
+        """Yield errors of names that `key` can't list, and settings that contradict each other."""
         types, window = self.layer_types or ["linear_attention"], self.sliding_window
         linear, sliding = "linear_attention" in types, "sliding_attention" in types
         heads, size = self.num_attention_heads or self.num_heads, self.hidden_size
         kv_heads = self.num_key_value_heads or heads
-        softmax = {*types} != {"linear_attention"}
+        softmax, length = {*types} != {"linear_attention"}, self.num_hidden_layers
+        importable = self.mixer is None or IMPORT_PATH.fullmatch(self.mixer)
         errors = [
-            (self.head_v_dim < 1, f"head_dim {self.head_dim} * expand_v {self.expand_v} must be >= 1"),
-            (self.value_heads % self.num_heads, f"num_heads {self.num_heads} must divide num_v_heads"),
             (
-                len(types) > self.num_hidden_layers,
-                f"layer_types has more than {self.num_hidden_layers} layers",
+                self.hidden_act != "silu" and not _is_activation(self.hidden_act),
+                f"hidden_act={self.hidden_act} must be silu",
             ),
-            (self.mixer_options and self.mixer is None, "mixer_options needs mixer"),
-            (self.mixer is not None and not linear, "mixer needs linear_attention in layer_types"),
-            (sliding and window is None, "sliding_attention in layer_types needs sliding_window"),
-            (not sliding and window is not None, "sliding_window needs sliding_attention in layer_types"),
+            (not importable, f"mixer={self.mixer} must be package.module:Class"),
+            (self.layer_types == [], "layer_types is empty: give at least one, or null"),
+            (self.head_v_dim < 1, f"head_dim={self.head_dim} * expand_v={self.expand_v} must be at least 1"),
+            (self.value_heads % self.num_heads, f"num_heads={self.num_heads} must divide num_v_heads"),
+            (len(types) > length, f"layer_types has more than num_hidden_layers={length} entries"),
+            (self.mixer_options and self.mixer is None, "mixer_options needs model.mixer"),
+            (self.mixer is not None and not linear, "mixer needs linear_attention in model.layer_types"),
+            (sliding and window is None, "layer_types with sliding_attention needs model.sliding_window"),
+            (
+                not sliding and window is not None,
+                "sliding_window needs sliding_attention in model.layer_types",
+            ),
             (
                 softmax and size % (2 * heads),
-                f"2 * num_attention_heads {heads} must divide hidden_size {size}",
+                f"hidden_size={size} must be a multiple of 2 * {heads} attention heads",
             ),
-            (softmax and heads % kv_heads, f"num_key_value_heads {kv_heads} must divide {heads} heads"),
+            (softmax and heads % kv_heads, f"num_key_value_heads={kv_heads} must divide {heads} heads"),
         ]
-        return [error for wrong, error in errors if wrong]
+        yield from (error for wrong, error in errors if wrong)
 
 
 def expansion(value_dim: int, key_dim: int) -> float:
@@ -226,6 +194,6 @@ def _is_activation(name: str) -> bool:
 
 
 FIELDS = {entry.name: entry for entry in fields(DeltaProductSettings)}
-# Fields in which a run may differ from `init_from`, and whether they describe the machine.
-FREE_FIELDS = {name: entry.metadata["machine"] for name, entry in FIELDS.items() if entry.metadata}
-MACHINE_KEYS = tuple(name for name, machine in FREE_FIELDS.items() if machine)
+# Fields in which a run may differ from `init_from`.
+FREE_FIELDS = tuple(name for name, entry in FIELDS.items() if "free" in entry.metadata)
+MACHINE_KEYS = tuple(name for name in FREE_FIELDS if FIELDS[name].metadata["free"] == "machine")

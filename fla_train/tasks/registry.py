@@ -21,7 +21,7 @@ from fla_train.tasks.score import TaskScore
 from fla_train.tasks.task import Tally, Task
 from fla_train.utils.errors import described
 from fla_train.utils.import_class import import_class
-from fla_train.utils.safe_files import fits
+from fla_train.utils.keys import fits, type_errors
 
 if TYPE_CHECKING:  # its `check` imports this module
     from fla_train.tasks.config import TaskConfig
@@ -128,8 +128,8 @@ def _option_errors(kind: str, options: Mapping[str, Any]) -> list[str]:
         value, option = options[name], known[name]
         missing = value is None and option.default is option.empty
         checked = not is_custom(kind) or _in_yaml(option.annotation)
-        if checked and not missing and not fits(value, option.annotation):
-            errors.append(f"{name}={value} must be {inspect.formatannotation(option.annotation)}")
+        if checked and not missing:
+            errors += type_errors(name, value, option.annotation)
     return errors
 
 

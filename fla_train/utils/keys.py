@@ -17,13 +17,15 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_args, get_type_hints
-
-from omegaconf import MISSING
+from inspect import formatannotation
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 AUTO = "auto"
+# OmegaConf's mark of a value to be given, not imported because exported models have a copy of this file.
+MISSING = "???"
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-RULES = {*LIMITS, "choices", "classes", "keys", "prepared", "private", "resume", "sources"}
+RULES = {*LIMITS, "choices", "classes", "free", "keys", "prepared", "private", "resume", "sources"}
 RULES |= {"from_folder", "from_task", "from_weights"}
 
 
@@ -39,6 +41,8 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
     - `resume`: how a resumed run treats a changed value. "fixed": it raises an error. "free": it ignores the
       change. None: it logs the change. "data": it raises an error if the change leads to other tokens.
     - `from_folder`: the values that a command takes from the config in `run.dir`; None: all.
+    - `free`: whether a setting of a model changes no trained weight, and results only by rounding. "machine":
+      it describes the machine, so that it is not saved with the model.
     - `from_task`, `from_weights`: whether the task or `init_from` sets the key.
     - `prepared`: what prepared data keep of the key. "fingerprint": it determines the tokens, and so the
       folder. None: the manifest records it. "nothing": the tokens of a corpus do not depend on it.
@@ -55,30 +59,31 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
     return field(default=default, metadata=rules)
 
 
-def find_errors(config: Any, prefix: str = "") -> list[str]:
+def find_errors(config: Any, prefix: str = "", base: type | None = None) -> list[str]:
     """List all errors of a config, one line each, starting with the dotted key.
 
-    A section's `check` runs once its keys are within their limits.
+    A section's `check` runs once its keys are of their types and within their limits.
 
     Args:
         prefix: dotted name of the config in messages, with a trailing dot.
+        base: class of the config that declares the keys, if a library has added fields to it.
     """
-    known = {entry.name: entry.metadata for entry in fields(config)}
-    errors, inner_errors = [], []
-    for name, value in vars(config).items():
-        if name not in known:
-            errors.append(f"{prefix}{name} is not a key: see docs/configuration.md")
+    known, where = {entry.name for entry in fields(config)}, "see docs/configuration.md"
+    errors = [f"{prefix}{name} is not a key: {where}" for name in vars(config) if name not in known]
+    inner_errors = []
+    for entry in fields(base or config):
+        name, value = prefix + entry.name, getattr(config, entry.name)
         for inner, section in _sections(name, value):
-            inner_errors += find_errors(section, f"{prefix}{inner}.")
-        errors += _value_errors(f"{prefix}{name}", value, known.get(name, {}))
+            inner_errors += find_errors(section, f"{inner}.")
+        errors += type_errors(name, value, entry.type) or _value_errors(name, value, entry.metadata)
     if not errors and hasattr(config, "check"):
         errors += [prefix + line for line in config.check()]
     return errors + inner_errors
 
 
-def require_valid(config: Any, prefix: str = "") -> None:
+def require_valid(config: Any, prefix: str = "", base: type | None = None) -> None:
     """Raise `ValueError` with all errors of `find_errors`, if there is one."""
-    require_none(find_errors(config, prefix))
+    require_none(find_errors(config, prefix, base))
 
 
 def require_none(errors: Sequence[str]) -> None:
@@ -110,6 +115,26 @@ def _rules(config_type: type, kind: str) -> dict[str, Any]:
                 yield from collect(inner_type, f"{name}.", value)
 
     return {"": None, **dict(collect(config_type, "", None))}
+
+
+def type_errors(name: str, value: Any, annotation: Any) -> list[str]:
+    """List the error of a value that is of another type than its annotation."""
+    return [] if fits(value, annotation) else [f"{name}={value!r:.80} must be {formatannotation(annotation)}"]
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Return whether a value of JSON or YAML is of a type. Booleans are not numbers; lists may be tuples."""
+    origin, types = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, UnionType):
+        return any(fits(value, each) for each in types)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
+    if types:  # list[VALUE], Sequence[VALUE] or dict[str, VALUE]
+        children = value.values() if isinstance(value, dict) else value
+        return isinstance(value, origin) and all(fits(child, types[-1]) for child in children)
+    if annotation is float:
+        return type(value) is int or isinstance(value, float)
+    return annotation is Any or type(value) is annotation
 
 
 def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
+
+from fla_train.utils.keys import fits
 
 DEEPEST = 64  # levels of nested mappings and lists
 LARGEST_JSON = 1 << 26  # bytes
@@ -63,19 +64,6 @@ def check_fields(content: dict[str, Any], types: Mapping[str, Any], name: object
             raise ValueError(f"{name} is damaged or of another version: it has {key!r:.40}")
         if not fits(value, types[key]):
             raise ValueError(f"{name} is damaged: {key} is {value!r:.40}")
-
-
-def fits(value: Any, annotation: Any) -> bool:
-    """Return whether a value of JSON or YAML is of a type. Booleans are not numbers; lists may be tuples."""
-    origin, types = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, UnionType):
-        return any(fits(value, each) for each in types)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
-    if types:  # list[VALUE], Sequence[VALUE] or dict[str, VALUE]
-        children = value.values() if isinstance(value, dict) else value
-        return isinstance(value, origin) and all(fits(child, types[-1]) for child in children)
-    return annotation is Any or type(value) is annotation or (annotation is float and type(value) is int)
 
 
 def _read(path: Path, most: int) -> bytes:

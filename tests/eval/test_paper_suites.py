@@ -212,7 +212,7 @@ def test_a_name_does_not_lead_out_of_the_mirror(name: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", ["zero_shot", "recall", "paper"])
 def test_suites_hold_the_columns_of_the_table(name: str) -> None:
-    config = SuiteConfig(**OmegaConf.load(ROOT / f"configs/suite/{name}.yaml"))
+    config = SuiteConfig(**OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/suite/{name}.yaml")))
     columns = {"zero_shot": ZERO_SHOT, "recall": RECALL, "paper": ZERO_SHOT + RECALL}[name]
     assert list(config.tasks) == list(dict.fromkeys(column.task for column in columns))
     assert config.name == name and not find_errors(config, "suite.")

@@ -16,9 +16,12 @@ from fla_train.training.config import register
 
 def test_all_errors_are_reported_together():
     with pytest.raises(ValueError) as error:
-        DeltaProductConfig(num_heads=0, norm_eps=-1.0, hidden_act="nope", conv_size=2.5, backend="cuda")
-    for part in ("num_heads must", "norm_eps must", "hidden_act must", "conv_size must", "backend must"):
-        assert part in str(error.value)
+        DeltaProductConfig(num_heads=0, norm_eps=-1.0, use_cache=1, conv_size=2.5, backend="cuda")
+    names = ("num_heads=0", "norm_eps=-1.0", "use_cache=1", "conv_size=2.5", "backend=cuda")
+    assert all(f"model.{name} " in str(error.value) for name in names)
+    with pytest.raises(ValueError) as error:
+        DeltaProductConfig(hidden_act="nope", mixer="code", sliding_window=4)
+    assert all(name in str(error.value) for name in ("hidden_act=nope", "mixer=code", "sliding_window"))
 
 
 def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):

@@ -66,7 +66,7 @@ def mqar(settings: list) -> dict:
         ({"tests": {"other": {"length": 8, "group": "S4"}}}, "must have one vocabulary"),
         ({"batch_size": 0}, "task.batch_size=0 must be at least 1"),
         ({"curriculum": [[3, True]]}, "[3, True] must be [tokens, steps]"),
-        ({"curriculum": [[3, 2, {"elements": "abc"}]]}, "elements=abc must be int | None"),
+        ({"curriculum": [[3, 2, {"elements": "abc"}]]}, "elements='abc' must be int | None"),
         ({"stop_at": [["same/token_accuracy", True]]}, "must be [metric, value]"),
     ],
 )
