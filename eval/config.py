@@ -14,6 +14,7 @@ from fla_train.utils.keys import key
 LAYOUTS = ("documents", "packed")
 NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
 NEEDLE_PROMPTS = ("ruler", "continuation")
+DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)  # of a needle, in percent of the text
 
 
 @dataclass
@@ -22,7 +23,7 @@ class PerplexityConfig:
 
     sets: list[str] = field(default_factory=list)
     layout: str = key("documents", choices=LAYOUTS)
-    lengths: list[int] = key(factory=lambda: [512, 1024, 2048, 4096], at_least=1)
+    lengths: list[int] = key(factory=lambda: [512, 1024, 2048, 4096], at_least=1, nonempty=True)
     training_length: bool = False
     panels: list[int] = key(factory=list, at_least=1)
     bucket: int | None = key(None, at_least=1)
@@ -34,8 +35,6 @@ class PerplexityConfig:
     batch_size: int = key(4, at_least=1)
 
     def check(self) -> Iterator[str]:
-        if not self.lengths:
-            yield "lengths is empty: give at least one context length"
         names = [set_name(path) for path in self.sets]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             yield f"sets has several sets named {', '.join(repeated)}: rename a file"
@@ -45,21 +44,16 @@ class PerplexityConfig:
 class NeedleConfig:
     """Retrieval of one value from a long text, see `fla_train.eval.needle`."""
 
-    tasks: list[str] = key(factory=lambda: list(NEEDLE_TASKS), choices=NEEDLE_TASKS)
-    prompts: list[str] = key(factory=lambda: ["ruler", "continuation"], choices=NEEDLE_PROMPTS)
-    lengths: list[int] = key(factory=lambda: [1024, 2048, 4096], at_least=1)
+    tasks: list[str] = key(factory=lambda: [*NEEDLE_TASKS], choices=NEEDLE_TASKS, nonempty=True)
+    prompts: list[str] = key(factory=lambda: [*NEEDLE_PROMPTS], choices=NEEDLE_PROMPTS, nonempty=True)
+    lengths: list[int] = key(factory=lambda: [1024, 2048, 4096], at_least=1, nonempty=True)
     samples: int = key(100, at_least=1)
-    depths: list[float] = key(factory=lambda: [0.0, 25.0, 50.0, 75.0, 100.0], at_least=0, at_most=100)
+    depths: list[float] = key(factory=lambda: [*DEPTHS], at_least=0, at_most=100, nonempty=True)
     answer_tokens: int = key(128, at_least=1)
     essays: str | None = None
     text_column: str = "text"
     seed: int = 0
     batch_size: int = key(25, at_least=1)
-
-    def check(self) -> Iterator[str]:
-        for name in ("tasks", "prompts", "lengths", "depths"):
-            if not getattr(self, name):
-                yield f"{name} is empty: give at least one value"
 
 
 @dataclass
@@ -84,10 +78,10 @@ class SuiteConfig:
     include_path: str | None = None
     num_fewshot: int | None = key(None, at_least=0)
     limit: int | float | None = key(None, above=0)
-    batch_size: str = "8"  # a number, or auto
+    batch_size: int | str = key(8, at_least=1)
     max_length: int | None = key(None, at_least=1)
     save_samples: bool = False
-    gen_kwargs: Any = None  # a mapping; Hydra would reject new keys of a typed one
+    gen_kwargs: Any = key(None, type=dict | None)
     apply_chat_template: bool | str = False
     system_instruction: str | None = None
     seed: int | None = None
@@ -98,10 +92,6 @@ class SuiteConfig:
             yield "expressivity runs alone: leave perplexity, needle and tasks empty"
         if self.expressivity is None and not any(scored):
             yield "tasks is empty: name tasks, or choose suite=perplexity"
-        if self.batch_size != "auto" and not (self.batch_size.isdigit() and int(self.batch_size) > 0):
-            yield f"batch_size={self.batch_size} must be an integer of at least 1, or auto"
-        if not isinstance(self.gen_kwargs, dict | None):
-            yield f"gen_kwargs={self.gen_kwargs} must be a mapping: {{max_gen_toks:64,do_sample:true}}"
         if self.limit is not None and self.limit > 1 and self.limit % 1:
             yield f"limit={self.limit} must be a number of examples, or a fraction of them below 1"
 

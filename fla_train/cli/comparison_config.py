@@ -52,24 +52,21 @@ class ComparedTask:
 class ComparisonConfig:
     """Content of the YAML file; docs/compare.md describes the keys."""
 
-    models: dict[str, list[str]]
+    models: dict[str, list[str]] = key(nonempty=True)
     tokens: int = key(at_least=1)
-    learning_rates: list[float] = key(above=0)
-    seeds: list[int] = key(factory=lambda: [0, 1, 2], at_least=0)
+    learning_rates: list[float] = key(above=0, nonempty=True)
+    seeds: list[int] = key(factory=lambda: [0, 1, 2], at_least=0, nonempty=True)
     base: list[str] = field(default_factory=list)
-    parameters: int | str | None = FIRST
+    parameters: int | str | None = key(FIRST, at_least=1, word=FIRST)
     sizes: dict[str, SizeConfig] = field(default_factory=dict)
     tasks: dict[str, ComparedTask] = field(default_factory=dict)
     suites: dict[str, list[str]] = field(default_factory=dict)
     jobs: int = key(1, at_least=1)
 
     def check(self) -> Iterator[str]:
-        for name in ("models", "learning_rates", "seeds"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                yield f"{name} needs at least one entry, and none twice"
-        if isinstance(self.parameters, str) and self.parameters != FIRST:
-            yield f"parameters={self.parameters} must be a number, first (the first model's) or null"
+        for name in ("learning_rates", "seeds"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                yield f"{name} has a value twice"
         if unknown := [name for name in self.sizes if name not in self.models]:
             yield f"sizes.{unknown[0]}: the models are {', '.join(self.models)}"
         lists = [("base", self.base, RESERVED)]

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from fla_train.cli.app import INTERRUPTED
 from fla_train.training.log import log
+from fla_train.utils.keys import fits
 from fla_train.utils.overrides import assign
 from fla_train.utils.safe_files import read_yaml
 
@@ -81,11 +82,10 @@ def read_list(file: Path) -> dict[str, list[str]]:
         ValueError: the file is not such a list.
     """
     content = read_yaml(file)
-    runs = content.get("runs")
-    lists = [content.get("shared", []), *runs.values()] if isinstance(runs, dict) else [None]
-    if not all(isinstance(entry, list) and all(isinstance(text, str) for text in entry) for entry in lists):
+    shared, runs = content.get("shared", []), content.get("runs")
+    if not (fits(shared, list[str]) and fits(runs, dict[str, list[str]])):
         raise ValueError(f"{file}: expected `shared: [KEY=VALUE]` and `runs: {{NAME: [KEY=VALUE]}}`")
-    return {str(name): [*content.get("shared", []), *overrides] for name, overrides in runs.items()}
+    return {str(name): [*shared, *overrides] for name, overrides in runs.items()}
 
 
 def status(folder: Path) -> str:

@@ -87,7 +87,7 @@ class DeltaProductSettings:
     o_norm_eps: float | None = key(None, above=0)
     embedding_multiplier: float = key(1.0, above=0)
     residual_in_fp32: bool = key(True, free=True)
-    layer_types: list[str] | None = key(None, choices=LAYER_TYPES)
+    layer_types: list[str] | None = key(None, choices=LAYER_TYPES, nonempty=True)
     num_attention_heads: int | None = key(None, at_least=1)
     num_key_value_heads: int | None = key(None, at_least=1)
     sliding_window: int | None = key(None, at_least=2)
@@ -155,27 +155,18 @@ class DeltaProductSettings:
         kv_heads = self.num_key_value_heads or heads
         softmax, length = {*types} != {"linear_attention"}, self.num_hidden_layers
         importable = self.mixer is None or IMPORT_PATH.fullmatch(self.mixer)
+        known = self.hidden_act == "silu" or _is_activation(self.hidden_act)
         errors = [
-            (
-                self.hidden_act != "silu" and not _is_activation(self.hidden_act),
-                f"hidden_act={self.hidden_act} must be silu",
-            ),
+            (not known, f"hidden_act={self.hidden_act} must be silu"),
             (not importable, f"mixer={self.mixer} must be package.module:Class"),
-            (self.layer_types == [], "layer_types is empty: give at least one, or null"),
             (self.head_v_dim < 1, f"head_dim={self.head_dim} * expand_v={self.expand_v} must be at least 1"),
             (self.value_heads % self.num_heads, f"num_heads={self.num_heads} must divide num_v_heads"),
             (len(types) > length, f"layer_types has more than num_hidden_layers={length} entries"),
-            (self.mixer_options and self.mixer is None, "mixer_options needs model.mixer"),
-            (self.mixer is not None and not linear, "mixer needs linear_attention in model.layer_types"),
-            (sliding and window is None, "layer_types with sliding_attention needs model.sliding_window"),
-            (
-                not sliding and window is not None,
-                "sliding_window needs sliding_attention in model.layer_types",
-            ),
-            (
-                softmax and size % (2 * heads),
-                f"hidden_size={size} must be a multiple of 2 * {heads} attention heads",
-            ),
+            (self.mixer_options and self.mixer is None, "mixer_options needs mixer"),
+            (self.mixer is not None and not linear, "mixer needs linear_attention in layer_types"),
+            (sliding and window is None, "layer_types with sliding_attention needs sliding_window"),
+            (not sliding and window is not None, "sliding_window needs sliding_attention in layer_types"),
+            (softmax and size % (2 * heads), f"hidden_size={size} must be a multiple of 2 * {heads} heads"),
             (softmax and heads % kv_heads, f"num_key_value_heads={kv_heads} must divide {heads} heads"),
         ]
         yield from (error for wrong, error in errors if wrong)

@@ -20,7 +20,7 @@ class TaskConfig:
     kind: str = key(classes=True, resume="fixed")
     options: dict[str, Any] = key(factory=dict, resume="fixed")
     train: dict[str, Any] = key(factory=dict, resume="fixed")
-    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tests: dict[str, dict[str, Any]] = key(factory=dict, nonempty=True)
     train_sequences: int | None = key(None, at_least=1, resume="fixed")
     test_sequences: int = key(512, at_least=1)
     batch_size: int = key(64, at_least=1, resume="fixed")

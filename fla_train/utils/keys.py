@@ -25,16 +25,18 @@ AUTO = "auto"
 # OmegaConf's mark of a value to be given, not imported because exported models have a copy of this file.
 MISSING = "???"
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-RULES = {*LIMITS, "choices", "classes", "free", "keys", "prepared", "private", "resume", "sources"}
-RULES |= {"from_folder", "from_task", "from_weights"}
+RULES = {*LIMITS, "choices", "classes", "free", "from_folder", "from_task", "from_weights", "keys"}
+RULES |= {"nonempty", "prepared", "private", "resume", "sources", "type", "word"}
 
 
 def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
     """Declare a field of a config with its rules.
 
     Limits (`at_least`, `at_most`, `above`, `below`) hold for a number, or for each number in a list. Null
-    and, if the type allows text, "auto" are exempt. `choices` are the allowed values. With
-    `classes=True` the value, or an entry of the list, may be an import path, `package.module:NAME`.
+    and, if the type allows text, `word` (default: "auto") are exempt. `choices` are the allowed values. With
+    `classes=True` the value, or an entry of the list, may be an import path, `package.module:NAME`. With
+    `nonempty=True` a list or mapping needs an entry. `type` is that of a value annotated as `Any`, because
+    Hydra adds no keys to a typed mapping.
 
     The other rules of a section hold for its keys too, unless they have their own:
 
@@ -72,10 +74,10 @@ def find_errors(config: Any, prefix: str = "", base: type | None = None) -> list
     errors = [f"{prefix}{name} is not a key: {where}" for name in vars(config) if name not in known]
     inner_errors = []
     for entry in fields(base or config):
-        name, value = prefix + entry.name, getattr(config, entry.name)
+        name, value, rules = prefix + entry.name, getattr(config, entry.name), entry.metadata
         for inner, section in _sections(name, value):
             inner_errors += find_errors(section, f"{inner}.")
-        errors += type_errors(name, value, entry.type) or _value_errors(name, value, entry.metadata)
+        errors += type_errors(name, value, rules.get("type", entry.type)) or _value_errors(name, value, rules)
     if not errors and hasattr(config, "check"):
         errors += [prefix + line for line in config.check()]
     return errors + inner_errors
@@ -147,9 +149,11 @@ def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     """Yield the errors of a value of key `name`, or of each value in a list or mapping."""
-    limits = {word: metadata[word] for word in LIMITS if word in metadata}
-    choices, classes = metadata.get("choices", ()), metadata.get("classes")
-    if isinstance(value, Mapping):
+    limits = {limit: metadata[limit] for limit in LIMITS if limit in metadata}
+    choices, classes, word = metadata.get("choices", ()), metadata.get("classes"), metadata.get("word", AUTO)
+    if value in ([], {}) and metadata.get("nonempty"):
+        yield f"{name} is empty: give at least one value"
+    elif isinstance(value, Mapping):
         for inner, content in value.items():
             yield from _value_errors(f"{name}.{inner}", content, {})
     elif isinstance(value, list | tuple):
@@ -158,12 +162,12 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
     elif choices and value is not None and value not in choices and not (classes and ":" in value):
         words = ", ".join(str(choice).lower() for choice in choices)
         yield f"{name}={value} must be one of {words}{', or package.module:Name' * bool(classes)}"
-    elif limits and isinstance(value, str) and value != AUTO:
-        yield f"{name}={value} must be a number, or auto"
+    elif limits and isinstance(value, str) and value != word:
+        yield f"{name}={value} must be a number, or {word}"
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{name}={value} must be a finite number"
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield f"{name}={value} must lie in -2^63..2^63 - 1"
-    elif isinstance(value, int | float) and not all(LIMITS[word](value, limits[word]) for word in limits):
-        bounds = (f"{word.replace('_', ' ')} {bound:g}" for word, bound in limits.items())
+    elif isinstance(value, int | float) and not all(LIMITS[limit](value, limits[limit]) for limit in limits):
+        bounds = (f"{limit.replace('_', ' ')} {bound:g}" for limit, bound in limits.items())
         yield f"{name}={value} must be {' and '.join(bounds)}"
