@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_session
-
 from fla_train.cli.app import plain_errors
 from fla_train.cli.version import add_version
 from fla_train.data.config import DataConfig, cache_folder
 from fla_train.utils.environment import describe_environment, package_version
 from fla_train.utils.errors import described
+from fla_train.utils.hub_names import hub_failure
 
 SHAPE = ("batch", "tokens", "heads", "key_dim", "value_dim", "num_householder")
 OPTIONAL = {"flash-linear-attention": "model=fla/...", "tensorboard": "logger.tensorboard", "peft": "LoRA"}
@@ -43,7 +42,8 @@ def environment(device: str) -> dict[str, Any]:
     facts["packages"] = ", ".join(f"{name} {number or 'MISSING'}" for name, number in packages)
     missing = (f"{name} ({use})" for name, use in OPTIONAL.items() if package_version(name) is None)
     facts["optional"] = f"missing: {', '.join(missing) or 'nothing'}"
-    facts["Hub"] = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else hub_state()
+    failure = hub_failure()
+    facts["Hub"] = f"{failure}: data=local works without it" if failure else "answers"
     facts["threads"] = torch.get_num_threads()
     if device == "cuda":
         from triton import knobs
@@ -56,15 +56,6 @@ def environment(device: str) -> dict[str, Any]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     facts["C compiler"] = compiler or "MISSING: Triton needs one to launch kernels"
     return facts
-
-
-def hub_state() -> str:
-    """Return whether the Hub answers within five seconds."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception as error:  # of the HTTP client that huggingface_hub uses
-        return f"no answer from {constants.ENDPOINT} ({error}): data=local works without it"
-    return f"{constants.ENDPOINT} answers"
 
 
 def kernel_lines(shape: Sequence[int], device: str) -> list[str]:

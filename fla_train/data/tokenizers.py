@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.utils.errors import Interrupted
+from fla_train.utils.hub_names import hub_or_cache
 from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
@@ -150,7 +152,8 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> "PreTrainedT
     if looks_local and not path.exists():
         raise ValueError(f"data.tokenizer.name={name}: no such folder or file")
     try:
-        tokenizer = _load_local(path) if path.exists() else load_saved(name, local_files_only=offline)
+        with nullcontext() if offline or path.exists() else hub_or_cache():
+            tokenizer = _load_local(path) if path.exists() else load_saved(name, local_files_only=offline)
     except Exception as failure:
         if offline and not path.exists():
             raise TokenizerNotCached(name) from failure

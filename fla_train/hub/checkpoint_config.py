@@ -5,16 +5,18 @@ only for checkpoints of other libraries or on the Hub.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from huggingface_hub.errors import LocalEntryNotFoundError
+
 from fla_train.hub.card import TRAINING_FILE, CardInfo, recorded_config
 from fla_train.hub.paths import STEP
 from fla_train.models.settings import FIELDS, DeltaProductSettings
-from fla_train.utils.errors import MixerError
-from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.errors import Interrupted, MixerError
+from fla_train.utils.hub_names import hub_or_cache, is_hub_name
 from fla_train.utils.safe_files import check_fields, read_json
 
 if TYPE_CHECKING:
@@ -105,7 +107,8 @@ def _file(source: Path | str, name: str, commit: str | None = None) -> Path:
         return source / name
     from transformers.utils import cached_file
 
-    return Path(cached_file(source, name, revision=commit))
+    with hub_or_cache():
+        return Path(cached_file(source, name, revision=commit))
 
 
 def find_translation(source: Path | str, translate: bool | None = None) -> ModuleType | None:
@@ -147,11 +150,17 @@ def class_was_chosen(source: Path | str) -> bool:
 
 @contextmanager
 def one_line_errors(source: Path | str) -> Iterator[None]:
-    """Turn any error of a library about a checkpoint's files into a `ValueError` of one line."""
+    """Turn any error of a library about a checkpoint's files into a `ValueError` of one line.
+
+    Raises:
+        Interrupted: the Hub can't be reached.
+    """
     try:
-        yield
+        with nullcontext() if isinstance(source, Path) else hub_or_cache():
+            yield
     except Exception as failure:
-        raise ValueError(_explain(source, failure)) from failure
+        unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
+        raise (Interrupted if unreachable else ValueError)(_explain(source, failure)) from failure
 
 
 def _explain(source: Path | str, failure: Exception) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from fla_train.hub.card import CardInfo
-from fla_train.hub.checkpoint_config import config_content, read_training_record
+from fla_train.hub.checkpoint_config import config_content, one_line_errors, read_training_record
 from fla_train.hub.checksums import visible_files
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
@@ -19,9 +19,10 @@ def stored_format(source: Path | str) -> str:
     """Return the format of a resolved checkpoint; `hf` for models that no module of `FORMATS` translates.
 
     Raises:
-        ValueError, OSError: its config can't be read.
+        ValueError: its config can't be read.
     """
-    return format_name(config_content(source).get("model_type")) or OURS
+    with one_line_errors(source):
+        return format_name(config_content(source).get("model_type")) or OURS
 
 
 def convert_export(

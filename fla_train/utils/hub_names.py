@@ -1,7 +1,10 @@
-"""Check names of repositories on the Hub."""
+"""Check names of repositories on the Hub, and whether it answers."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+ANSWER_TIMEOUT = 5  # seconds
 
 
 @dataclass
@@ -28,3 +31,27 @@ def is_hub_name(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def hub_failure() -> str | None:
+    """Return why the Hub can't be reached; None if it answers."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_TIMEOUT)
+    except Exception as error:  # of the HTTP client that huggingface_hub uses
+        return f"no answer from {constants.ENDPOINT} ({error})"
+    return None
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[None]:
+    """Read files from the cache at once if the Hub can't be reached; each is else retried for 25 seconds."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = hub_failure() is not None
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -15,10 +15,13 @@ import transformers
 import yaml
 
 from fla_train.cli import export as export_command
+from fla_train.data.config import TokenizerConfig
+from fla_train.data.tokenizers import load_tokenizer
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.hub.load import load_model
 from fla_train.hub.push import check_access, push
+from fla_train.utils.errors import Interrupted
 from tests.fake_hub import TOKEN, FakeHub, running_hub
 from tests.hub.conftest import contents
 
@@ -188,3 +191,21 @@ def test_round_trip(
     with torch.no_grad():
         assert remote[0](ids).logits.equal(local[0](ids).logits)
     assert remote[1]("the state").input_ids == ids[0].tolist()
+
+
+def test_without_the_hub_the_cache_is_read_at_once(
+    hub: FakeHub, export: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    push(export, "user/tiny")
+    load_model("user/tiny")
+    hub.shutdown()
+    hub.server_close()
+    huggingface_hub.close_session()  # and with it the open connection
+    pauses = []  # between the client's attempts
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    load_model("user/tiny")
+    for load in (load_model, lambda name: load_tokenizer(TokenizerConfig(name))):
+        with pytest.raises(Interrupted, match="user/other"):
+            load("user/other")
+    assert not pauses and not huggingface_hub.constants.HF_HUB_OFFLINE
