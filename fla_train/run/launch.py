@@ -20,7 +20,7 @@ from fla_train.training.features.pushes import Pushes
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, plan_lines
 from fla_train.training.preemption import Preempted, StopRequest
-from fla_train.training.resume import check_same_run, has_reached, is_complete
+from fla_train.training.resume import find_changes, has_reached, is_complete
 from fla_train.training.run_folder import RunFolder, RunLock, new_run_dir
 from fla_train.utils.overrides import assign
 from fla_train.utils.processes import die_with_parent
@@ -99,16 +99,15 @@ def _make_folder(plan: RunPlan) -> RunFolder:
 
 
 def _is_left_to_train(plan: RunPlan, folder: RunFolder) -> bool:
-    """Return whether the run has steps left, after checking its newest checkpoint. Log if it is complete."""
+    """Return whether the run has steps left. Log if it is complete, and which settings have changed."""
     config = plan.config
     if config.trainer.resume != "auto":
         folder.store.choose(config.trainer.resume, log)
     newest = folder.store.newest_state(config.trainer.resume)
     if newest is None:
         return True
-    changes = check_same_run(config, plan.open_data(), *newest)
     complete = is_complete(folder, config, *newest)
-    for change in changes:
+    for change in find_changes(config, newest[1], None):
         log(f"{'not applied' if complete else 'changed':<13}{change}")
     step = newest[1].step
     if complete:

@@ -5,7 +5,7 @@
 3. Check the filled-in config: batch, device, options that exclude each other, number of steps (with
    `trainer.epochs` after 6).
 4. Check the run folder, the Hub and the weights of `init_from` before hours of tokenizing.
-5. Set the vocabulary from the tokenizer, and prepare the data.
+5. Set the vocabulary from the tokenizer, prepare the data, and compare them with those of the saved run.
 6. Fill in the number of steps and the warm-up; compute FLOPs, memory and time.
 """
 
@@ -29,7 +29,7 @@ from fla_train.training.checks import find_late_misfits, find_misfits, find_mode
 from fla_train.training.config import TrainConfig
 from fla_train.training.log import log
 from fla_train.training.plan import RunPlan, make_plan
-from fla_train.training.resume import check_same_run
+from fla_train.training.resume import check_same_data, check_same_run
 from fla_train.training.run_data import task_data
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.keys import AUTO, find_errors, require_none
@@ -115,7 +115,7 @@ def _fill_saved_sizes(config: TrainConfig, checkpoint: Path, state: TrainState) 
     if config.schedule.warmup_steps is None:
         config.schedule.warmup_steps = saved.get("schedule.warmup_steps")
     config.model["vocab_size"] = config.model["vocab_size"] or saved.get("model.vocab_size")
-    check_same_run(config, None, checkpoint, state)
+    check_same_run(config, checkpoint, state)
 
 
 def _fill_machine(config: TrainConfig) -> None:
@@ -196,7 +196,10 @@ def _prepare(config: TrainConfig, saved: tuple[Path, TrainState] | None, data: D
     if config.task is not None:
         return task_data(config.task, config.seed)
     if data == "prepare":
-        return prepare(config.data, log=log, commits=saved[1].commits if saved else {})
+        prepared = prepare(config.data, log=log, commits=saved[1].commits if saved else {})
+        if saved is not None:
+            check_same_data(prepared, *saved)
+        return prepared
     return find_prepared(config.data) if data == "find" else None
 
 

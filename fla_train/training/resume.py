@@ -24,6 +24,7 @@ from fla_train.utils.records import read_metrics
 VISIBLE = 60.0
 # Number of consecutive evaluations at `task.stop_at`. Accuracy fluctuates, so one could be luck.
 EVALUATIONS_TO_STOP = 2
+TEXT_CHANGED = "the text itself or the tokenizer has changed since"
 
 
 def agree_on_checkpoint(store: CheckpointStore, resume: str, log: Callable[[str], None]) -> Path | None:
@@ -83,41 +84,45 @@ def has_reached(stop_at: Iterable | None, folder: RunFolder, step: int) -> bool:
     )
 
 
-def check_same_run(
-    config: TrainConfig, data: PreparedData | None, checkpoint: Path, state: TrainState
-) -> list[str]:
-    """Check that a checkpoint's recorded config has the model and the token stream of this run.
+def find_changes(config: TrainConfig, state: TrainState, kind: str | None) -> list[str]:
+    """Return `KEY=VALUE (was VALUE)` for each key with the rule `resume=kind` that a checkpoint differs in.
 
     Args:
-        config: resolved; the vocabulary may be null.
-        data: None: not prepared yet. Then only changes of settings that lead to other data are detected, not
-            changes of the text itself.
+        config: resolved. Before the data are prepared only `kind=None` has values that are still open.
+    """
+    before, now = state.config, recorded(config)
+    return [
+        f"{key}={plain(now.get(key, 'unset'))} (was {plain(before.get(key, 'unset'))})"
+        for key in sorted(before | now)
+        if now.get(key) != before.get(key) and rule(TrainConfig, "resume", key) == kind
+    ]
 
-    Returns:
-        `KEY=VALUE (was VALUE)` for each other change that affects the results.
+
+def check_same_run(config: TrainConfig, checkpoint: Path, state: TrainState) -> None:
+    """Check before data are prepared that a checkpoint has the model and the token stream of this run.
 
     Raises:
         ValueError: names each key that differs and the value to use.
     """
-    before, now = state.config, recorded(config)
-    changed = {
-        key: f"{key}={plain(now.get(key, 'unset'))} (was {plain(before.get(key, 'unset'))})"
-        for key in sorted(before | now)
-        if now.get(key) != before.get(key)
-    }
-    rules = {key: rule(TrainConfig, "resume", key) for key in changed}
-    errors = [text for key, text in changed.items() if rules[key] == "fixed"]
-    of_data = [key for key in changed if rules[key] == "data"]
+    errors, of_data = (find_changes(config, state, kind) for kind in ("fixed", "data"))
     # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
     asked = config.task is None and (of_data or config.data.source == "local")
-    folder = data.folder if data is not None else prepared_folder(config.data) if asked else None
+    folder = prepared_folder(config.data) if asked else None
     # Without a folder nothing was asked, or the tokenizer has to be fetched first.
-    differs = folder.name != state.data if folder is not None else asked and of_data
-    if state.data is not None and differs:
-        errors += [changed[key] for key in of_data] or ["the text itself or the tokenizer has changed since"]
+    if state.data is not None and (folder.name != state.data if folder else of_data and asked):
+        errors += of_data or [TEXT_CHANGED]
     if errors:
         raise ValueError(f"{checkpoint} belongs to another run: {', '.join(errors)}; or use init_from=RUN")
-    return [text for key, text in changed.items() if rules[key] is None]
+
+
+def check_same_data(data: PreparedData, checkpoint: Path, state: TrainState) -> None:
+    """Check that prepared data are a checkpoint's. `check_same_run` does not read the texts of a mixture.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if state.data not in (None, data.folder.name):
+        raise ValueError(f"{checkpoint} belongs to another run: {TEXT_CHANGED}; or use init_from=RUN")
 
 
 def check_config_consistency(

@@ -1,6 +1,7 @@
 """Resolve requests: errors, default values, and the settings that a resumed run keeps."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -172,10 +173,24 @@ def test_a_given_vocabulary_stays_or_is_refused(make_config: Make):
         resolve(make_config("model.vocab_size=258"))
 
 
-def record(config: TrainConfig, checkpoint: Path) -> None:
-    """Write the state of a checkpoint, which records its run's config."""
+def record(config: TrainConfig, checkpoint: Path, data: str | None = None) -> None:
+    """Write the state of a checkpoint, which records its run's config and data."""
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps(asdict(TrainState(config=recorded(config)))))
+    (checkpoint / "state.json").write_text(json.dumps(asdict(TrainState(config=recorded(config), data=data))))
+
+
+def test_a_resumed_run_has_the_same_text_in_a_mixture(make_config: Make, corpus: Path, tmp_path: Path):
+    text = shutil.copytree(corpus, tmp_path / "text")
+    mixture = f"+data.mixture={{a: {{weight: 1, path: {text}}}, b: {{weight: 2, path: {corpus}}}}}"
+    options = ["data=mixture", "data.path=null", f"data.cache_dir={tmp_path}", mixture]
+    plan = resolve(make_config(*options), data="prepare")
+    record(plan.config, tmp_path / "run" / "checkpoints" / "step-0000003", Path(plan.data_folder).name)
+    again = make_config(*options, f"run.dir={tmp_path / 'run'}")
+    assert resolve(again, data="prepare").data_folder == plan.data_folder
+    with (text / "documents.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(ValueError, match="step-0000003"):
+        resolve(again, data="prepare")
 
 
 def test_a_resumed_run_keeps_what_it_was_begun_with(
