@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from fla_train.utils.keys import key
 
+CHECKPOINT = "a run folder, an exported folder, or a Hub name"
 LAYOUTS = ("documents", "packed")
 NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
 NEEDLE_PROMPTS = ("ruler", "continuation")
@@ -100,7 +101,7 @@ class SuiteConfig:
 class EvalConfig:
     """Options of `fla-eval`."""
 
-    checkpoint: str | None = None
+    checkpoint: str | None = key(None, required=CHECKPOINT)
     output: str | None = None
     mirror: str | None = None
     device: str = "auto"

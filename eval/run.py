@@ -178,9 +178,7 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalRes
 
 def check_request(config: EvalConfig) -> None:
     """Raise a ValueError if the checkpoint or the mirror is missing, or the suite or the output is wrong."""
-    if not config.checkpoint:
-        raise ValueError("give checkpoint=RUN: a run folder, an exported folder, or a Hub name")
-    require_valid(config.suite, "suite.")
+    require_valid(config)
     mirror_folder(config.mirror)
     if config.output:
         check_output(Path(config.output).expanduser())

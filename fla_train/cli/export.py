@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import fail, run_hydra
 from fla_train.utils.hub_names import HubRepository
-from fla_train.utils.keys import require_valid
+from fla_train.utils.keys import key, require_valid
 
 
 @dataclass
@@ -31,7 +31,7 @@ class PushConfig(HubRepository):
 class ExportConfig:
     """Schema of configs/export.yaml."""
 
-    checkpoint: str | None = None
+    checkpoint: str | None = key(None, required="a run folder or an exported folder")
     output: str | None = None
     format: str | None = None
     dtype: str = "auto"
@@ -39,8 +39,6 @@ class ExportConfig:
     hub: PushConfig = field(default_factory=PushConfig)
 
     def check(self) -> Iterator[str]:
-        if not self.checkpoint:
-            yield "checkpoint must be a run folder or an exported folder"
         if not (self.output or self.hub.repo_id):
             yield "nothing to do: give output=DIR, hub.repo_id=user/model, or both"
 

@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import run_hydra
+from fla_train.eval.config import CHECKPOINT
 from fla_train.utils.keys import key, require_valid
 
 BATCH = 64  # prompts of a file that are generated at once
@@ -21,7 +22,7 @@ BATCH = 64  # prompts of a file that are generated at once
 class GenerateConfig:
     """Schema of configs/generate.yaml."""
 
-    checkpoint: str | None = None
+    checkpoint: str | None = key(None, required=CHECKPOINT)
     prompt: str = ""
     prompt_file: str | None = None
     max_new_tokens: int = key(200, at_least=1)
@@ -35,8 +36,6 @@ class GenerateConfig:
     trust_remote_code: bool = False
 
     def check(self) -> Iterator[str]:
-        if self.checkpoint is None:
-            yield "checkpoint must be a run folder, an exported folder, or a Hub name"
         if self.prompt and self.prompt_file:
             yield "prompt and prompt_file are both set: give one of them"
 

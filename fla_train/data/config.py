@@ -57,12 +57,9 @@ class SourceConfig:
 class CorpusConfig(SourceConfig):
     """A corpus of a mixture: its source, and its fraction of the sequences relative to the other weights."""
 
-    weight: float | None = key(None, above=0)
-
-    def check(self) -> Iterator[str]:
-        yield from super().check()
-        if self.weight is None:
-            yield "weight must be set: the corpus's fraction of the sequences, relative to the others"
+    weight: float | None = key(
+        None, above=0, required="the corpus's fraction of the sequences, relative to the others"
+    )
 
 
 @dataclass

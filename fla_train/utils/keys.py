@@ -26,7 +26,7 @@ AUTO = "auto"
 MISSING = "???"
 LIMITS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 RULES = {*LIMITS, "choices", "classes", "free", "from_folder", "from_task", "from_weights", "keys"}
-RULES |= {"nonempty", "prepared", "private", "resume", "sources", "type", "word"}
+RULES |= {"nonempty", "prepared", "private", "required", "resume", "sources", "type", "word"}
 
 
 def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **rules: Any) -> Any:
@@ -35,8 +35,9 @@ def key(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **r
     Limits (`at_least`, `at_most`, `above`, `below`) hold for a number, or for each number in a list. Null
     and, if the type allows text, `word` (default: "auto") are exempt. `choices` are the allowed values. With
     `classes=True` the value, or an entry of the list, may be an import path, `package.module:NAME`. With
-    `nonempty=True` a list or mapping needs an entry. `type` is that of a value annotated as `Any`, because
-    Hydra adds no keys to a typed mapping.
+    `nonempty=True` a list or mapping needs an entry. `required` describes a value that must be set although
+    its default is null. `type` is that of a value annotated as `Any`, because Hydra adds no keys to a typed
+    mapping.
 
     The other rules of a section hold for its keys too, unless they have their own:
 
@@ -153,6 +154,8 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
     choices, classes, word = metadata.get("choices", ()), metadata.get("classes"), metadata.get("word", AUTO)
     if value in ([], {}) and metadata.get("nonempty"):
         yield f"{name} is empty: give at least one value"
+    elif value in (None, "") and "required" in metadata:
+        yield f"{name} must be set: {metadata['required']}"
     elif isinstance(value, Mapping):
         for inner, content in value.items():
             yield from _value_errors(f"{name}.{inner}", content, {})
