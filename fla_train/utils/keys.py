@@ -134,7 +134,8 @@ def fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
     if types:  # list[VALUE], Sequence[VALUE] or dict[str, VALUE]
         children = value.values() if isinstance(value, dict) else value
-        return isinstance(value, origin) and all(fits(child, types[-1]) for child in children)
+        allowed = list | tuple if origin is list else origin
+        return isinstance(value, allowed) and all(fits(child, types[-1]) for child in children)
     if annotation is float:
         return type(value) is int or isinstance(value, float)
     return annotation is Any or type(value) is annotation
@@ -152,7 +153,7 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
     """Yield the errors of a value of key `name`, or of each value in a list or mapping."""
     limits = {limit: metadata[limit] for limit in LIMITS if limit in metadata}
     choices, classes, word = metadata.get("choices", ()), metadata.get("classes"), metadata.get("word", AUTO)
-    if value in ([], {}) and metadata.get("nonempty"):
+    if value in ([], (), {}) and metadata.get("nonempty"):
         yield f"{name} is empty: give at least one value"
     elif value in (None, "") and "required" in metadata:
         yield f"{name} must be set: {metadata['required']}"
