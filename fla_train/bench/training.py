@@ -33,9 +33,9 @@ from fla_train.training.checks import features_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.context_parallel import RankMesh
 from fla_train.training.features.cuda_graph import CudaGraph, records_graph
 from fla_train.training.features.float8 import Float8
+from fla_train.training.process_group import RankMesh
 from fla_train.training.run_data import to_batch
 from fla_train.utils.throughput import Throughput
 

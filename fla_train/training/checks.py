@@ -18,6 +18,7 @@ from fla_train.training.features.context_parallel import ContextParallel
 from fla_train.training.features.cuda_graph import CudaGraph, records_graph
 from fla_train.training.features.float8 import Float8
 from fla_train.training.features.initial_states import InitialStates
+from fla_train.training.features.profile import Profile
 from fla_train.training.optimizer import check_elementwise
 
 
@@ -118,7 +119,7 @@ def find_misfits(config: TrainConfig) -> list[str]:
 
 def find_late_misfits(config: TrainConfig) -> list[str]:
     """List the settings that do not fit the number of steps, and the errors of custom callbacks."""
-    errors = list(_schedule_errors(config))
+    errors = [*Profile().check(config), *_schedule_errors(config)]
     for callback in make_callbacks(config.trainer.callbacks):
         errors += [f"{callback.name}: {line}" for line in callback.check(config)]
     return errors
@@ -137,8 +138,6 @@ def features_of(config: TrainConfig) -> list[Callback]:
 
 def _schedule_errors(config: TrainConfig) -> Iterator[str]:
     trainer, schedule = config.trainer, config.schedule
-    if outside := [step for step in trainer.profile_steps if not 1 <= step <= trainer.max_steps]:
-        yield f"trainer.profile_steps={outside} must lie in 1..{trainer.max_steps}"
     if ":" in schedule.name:  # a custom schedule reads only its options
         return
     after_warmup = trainer.max_steps - schedule.warmup(trainer.max_steps)

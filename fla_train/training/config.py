@@ -23,7 +23,11 @@ from fla_train.data.config import DataConfig
 from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.tasks.config import TaskConfig
 from fla_train.training.callback import make_callbacks
+from fla_train.training.features.context_parallel import ContextParallelKeys
+from fla_train.training.features.exports import ExportKeys
+from fla_train.training.features.profile import ProfileKeys
 from fla_train.training.features.pushes import HubConfig
+from fla_train.training.features.suites import SuiteKeys
 from fla_train.utils.import_class import import_object
 from fla_train.utils.keys import key, rule
 from fla_train.utils.overrides import flatten
@@ -107,7 +111,7 @@ class ScheduleConfig:
 
 
 @dataclass
-class TrainerConfig:
+class LoopKeys:
     max_steps: int | None = key(at_least=1)
     # A single token has no target.
     seq_len: int = key(at_least=2, resume="fixed", from_task=True, from_weights=True)
@@ -120,7 +124,6 @@ class TrainerConfig:
     eval_tokens: int = key(at_least=1)
     checkpoint_every: int = key(at_least=0)
     keep_checkpoints: int = key(at_least=0)
-    export_every: int = key(at_least=0)
     resume: str = key(resume="free")
     max_skipped_steps: int = key(at_least=1)
     check_backend: bool = MISSING
@@ -128,10 +131,6 @@ class TrainerConfig:
     keep_every: int = key(0, at_least=0)
     spike_deviations: float = key(0.0, at_least=0)
     stats_every: int = key(0, at_least=0)
-    profile_steps: list[int] = field(default_factory=list)
-    suite_every: int = key(0, at_least=0, from_folder=())
-    suite: str = key("perplexity", from_folder=())
-    suite_options: list[str] = key(factory=list, from_folder=(), private=True)
     eval_buckets: int = key(1, at_least=1)
     hang_timeout: float = key(0.0, at_least=0)
     cuda_graph: bool = False
@@ -164,7 +163,12 @@ class TrainerConfig:
 
 
 @dataclass
-class LaunchConfig:
+class TrainerConfig(SuiteKeys, ExportKeys, ProfileKeys, LoopKeys):
+    """Hold the section `trainer`: the keys of the loop, then those of its features."""
+
+
+@dataclass
+class LaunchConfig(ContextParallelKeys):
     device: str = key(choices=("auto", "cuda", "cpu"))
     num_processes: int | str = key(at_least=1)
     num_machines: int = key(at_least=1, from_folder=())
@@ -174,7 +178,6 @@ class LaunchConfig:
     max_restarts: int = key(0, at_least=0)
     peak_tflops: float | None = key(None, above=0)
     rendezvous_timeout: float = key(600.0, above=0, at_most=1e9)  # torch's store counts ns in 64 bits
-    context_parallel: int = key(1, at_least=1)
 
     @property
     def data_parallel(self) -> int:

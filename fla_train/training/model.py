@@ -1,12 +1,16 @@
 """Build the model of a run, with fresh weights or those of `init_from`, and write its model card."""
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fla_train.data.cache import PreparedData
@@ -18,7 +22,6 @@ from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS, build_model_config, is_zoo
 from fla_train.models.build import build_model as build_fresh_model
 from fla_train.training.checkpoint import TrainState
-from fla_train.training.config import TrainConfig
 from fla_train.training.features.cuda_graph import records_graph
 from fla_train.training.metrics import last_value, newest_validation
 from fla_train.training.run_folder import RunFolder
@@ -28,8 +31,11 @@ from fla_train.utils.keys import rule
 from fla_train.utils.overrides import pop_leaves
 from fla_train.utils.safe_files import read_json
 
+if TYPE_CHECKING:
+    from fla_train.training.config import TrainConfig
 
-def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False) -> PreTrainedModel:
+
+def build_model(config: "TrainConfig", data: PreparedData, *, fresh: bool = False) -> PreTrainedModel:
     """Build the model in fp32 with the tokenizer's special ids; fresh weights depend on `seed` only.
 
     Args:
@@ -54,7 +60,7 @@ def build_model(config: TrainConfig, data: PreparedData, *, fresh: bool = False)
     return model
 
 
-def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
+def load_initial_weights(config: "TrainConfig", model: PreTrainedModel) -> None:
     """Load the weights of `init_from`, if the config names a source.
 
     Raises:
@@ -67,7 +73,22 @@ def load_initial_weights(config: TrainConfig, model: PreTrainedModel) -> None:
     model.load_state_dict(weights.state_dict())
 
 
-def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
+@contextmanager
+@torch.no_grad()
+def other_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the values of the parameters in `weights` inside the `with` block."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights}
+    saved = {name: parameter.clone() for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+
+
+def model_card(config: "TrainConfig", data: PreparedData, folder: RunFolder, state: TrainState) -> CardInfo:
     """Return the card of an export. Exports are published, so it has no path, user or host name."""
     newest = newest_validation(folder.metrics)
     losses = {"train": last_value(folder.metrics, "loss"), "validation": newest.get("validation_loss")}
@@ -105,7 +126,7 @@ def model_card(config: TrainConfig, data: PreparedData, folder: RunFolder, state
     )
 
 
-def _recipe(config: TrainConfig) -> str:
+def _recipe(config: "TrainConfig") -> str:
     trainer, optimizer, schedule = config.trainer, config.optimizer, config.schedule
     return (
         f"{optimizer.name}, peak learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
@@ -114,13 +135,13 @@ def _recipe(config: TrainConfig) -> str:
     )
 
 
-def public_config(config: TrainConfig) -> str:
+def public_config(config: "TrainConfig") -> str:
     """Return `config` as YAML for a public card, with local paths cut to their last component.
 
     Private keys (addresses, projects, folders) and the options of callbacks are left out.
     """
     content = asdict(config)
-    pop_leaves(content, lambda key, _: rule(TrainConfig, "private", key))
+    pop_leaves(content, lambda key, _: rule(type(config), "private", key))
     content["trainer"]["callbacks"] = [
         entry["class"] if isinstance(entry, dict) else entry for entry in content["trainer"]["callbacks"]
     ]

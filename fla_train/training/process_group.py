@@ -1,4 +1,4 @@
-"""Set up the process group of a run's ranks: store, timeouts, network interfaces."""
+"""Set up the process group of a run's ranks: store, timeouts, network interfaces, groups."""
 
 import os
 import socket
@@ -9,6 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from fla_train.kernels.context_parallel import ContextGroup
 from fla_train.utils.ranks import leave_other_launchers
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -22,6 +23,24 @@ STORE_PREFIX = "FLA_TRAIN_STORE_PREFIX"
 TIMEOUT = timedelta(minutes=30)  # timeout of one collective
 # Port of a datagram socket that sends nothing.
 ANY_PORT = 9
+
+
+class RankMesh:
+    """Arrange the joined ranks as data x context: consecutive ranks share sequences. All ranks construct it.
+
+    Attributes:
+        data_rank, data_world: index and number of the groups that read different sequences.
+        context: the ranks that split each sequence among them; None: sequences are whole.
+    """
+
+    def __init__(self, parts: int):
+        self.data_rank, self.data_world = dist.get_rank() // parts, dist.get_world_size() // parts
+        split = parts > 1
+        self.context = ContextGroup(dist.new_subgroups(parts, timeout=TIMEOUT)[0]) if split else None
+
+    def wait(self) -> None:
+        """Wait until all ranks call it."""
+        dist.barrier()
 
 
 def join(*, on_gpu: bool) -> torch.device:

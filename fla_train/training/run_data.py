@@ -14,12 +14,11 @@ from fla_train.data.contiguous import ContiguousDataset
 from fla_train.data.mixture import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
-from fla_train.kernels.context_parallel import ContextGroup
+from fla_train.kernels.context_parallel import ContextGroup, ContextPart
 from fla_train.tasks.config import TaskConfig
 from fla_train.tasks.registry import curriculum_tasks, training_task
 from fla_train.tasks.task import Task
 from fla_train.training.config import TrainConfig
-from fla_train.training.features.context_parallel import split_batch
 
 # Folder of a task, whose sequences are drawn while training and never stored.
 NO_FOLDER = Path("task")
@@ -92,6 +91,21 @@ def to_batch(read: Tensor | Batch, device: torch.device, context: ContextGroup |
         return read.to(device)
     sent = send(read, device)
     return Batch(*sent) if sent.ndim == 3 else Batch(sent, sent)
+
+
+def split_batch(whole: Batch, context: ContextGroup) -> Batch:
+    """Return this rank's columns of rows [B, T] that the ranks of `context` split; they divide T."""
+    # Import late, because it imports Triton, which the launcher does not need.
+    from fla_train.models.loss import next_tokens
+
+    length = whole.input_ids.shape[1] // context.size
+    columns = slice(context.rank * length, (context.rank + 1) * length)
+    return whole._replace(
+        input_ids=whole.input_ids[:, columns].contiguous(),
+        labels=None,
+        shift_labels=next_tokens(whole.labels)[:, columns].contiguous(),
+        context_part=ContextPart.of(context, length, whole.cu_seqlens),
+    )
 
 
 class TaskSequences:

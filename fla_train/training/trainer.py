@@ -22,7 +22,6 @@ from fla_train.training.checks import features_of
 from fla_train.training.engine import HostTransfer, StepResult, build_engine, precompile_step, train_step
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.context_parallel import RankMesh
 from fla_train.training.features.evaluation import TaskEvaluation, TextEvaluation
 from fla_train.training.features.exports import Exports
 from fla_train.training.features.profile import Profile
@@ -34,6 +33,7 @@ from fla_train.training.log import RunLogger
 from fla_train.training.optimizer import make_schedule
 from fla_train.training.plan import RunPlan
 from fla_train.training.preemption import StopRequest
+from fla_train.training.process_group import RankMesh
 from fla_train.training.resume import check_config_consistency, recorded
 from fla_train.training.run_data import open_training_data, to_batch
 from fla_train.training.run_folder import RunFolder, RunLock

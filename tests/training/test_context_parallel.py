@@ -13,8 +13,8 @@ from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
-from fla_train.training.features.context_parallel import RankMesh, split_batch
-from fla_train.training.process_group import join
+from fla_train.training.process_group import RankMesh, join
+from fla_train.training.run_data import split_batch
 
 Make = Callable[..., TrainConfig]
 ROWS, LENGTH = 2, 24

@@ -1,20 +1,21 @@
 """Export the model to `hf/`, with cards and plots."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from typing import Any
 
 from fla_train.hub.checksums import find_export_damage
-from fla_train.hub.export import export_model
 from fla_train.training.callback import Callback
 from fla_train.training.failures import TrainingStopped
 from fla_train.training.metrics import last_value, plot_losses
-from fla_train.training.model import model_card
 from fla_train.utils.filesystem import reason
+from fla_train.utils.keys import key
+
+
+@dataclass
+class ExportKeys:
+    export_every: int = key(at_least=0)
 
 
 class Exports(Callback):
@@ -51,7 +52,7 @@ class Exports(Callback):
         trainer, self.error = self.trainer, None
         step = trainer.state.step
         trainer.watchdog.beat(f"exporting step {step}")
-        models: dict[str, Mapping[str, Tensor]] = {"hf": {}}
+        models: dict[str, Mapping[str, Any]] = {"hf": {}}
         for feature in trainer.features:
             for name, weights in feature.exported_weights().items():
                 if name in models:
@@ -65,14 +66,13 @@ class Exports(Callback):
                 for name, weights in models.items():
                     path = trainer.folder.root / name / trainer.folder.export(step).name
                     if not (last and self._is_intact(path)):
-                        with _other_weights(trainer.model, weights):
-                            self._write(path, plots)
+                        self._write(path, weights, plots)
             except (AssertionError, AttributeError, LookupError, NameError, TypeError):  # a bug
                 raise
             except Exception as error:
                 self.error = reason(error)
                 trainer.log(f"step {step:,}: NO EXPORT, {self.error}")
-        dist.barrier()
+        trainer.mesh.wait()
 
     def _draw(self) -> list[Path]:
         folder = self.trainer.folder
@@ -90,23 +90,13 @@ class Exports(Callback):
             self.trainer.log(f"export {export} is written again: {damage}")
         return damage is None
 
-    def _write(self, path: Path, plots: list[Path]) -> None:
+    def _write(self, path: Path, weights: Mapping[str, Any], plots: list[Path]) -> None:
+        # Import late, because these import transformers' models, which commands and the launcher don't need.
+        from fla_train.hub.export import export_model
+        from fla_train.training.model import model_card, other_weights
+
         trainer = self.trainer
-        card = model_card(trainer.config, trainer.data, trainer.folder, trainer.state)
-        export_model(trainer.model, trainer.data.tokenizer(), path, card, plots=plots)
+        with other_weights(trainer.model, weights):
+            card = model_card(trainer.config, trainer.data, trainer.folder, trainer.state)
+            export_model(trainer.model, trainer.data.tokenizer(), path, card, plots=plots)
         trainer.log(f"step {trainer.state.step:,}: exported {path}")
-
-
-@contextmanager
-@torch.no_grad()
-def _other_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the values of the parameters in `weights` inside the `with` block."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights}
-    saved = {name: parameter.clone() for name, parameter in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.copy_(saved[name])

@@ -1,19 +1,28 @@
 """Trace the steps in `trainer.profile_steps`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch.profiler import profile
-
-from fla_train.data.sampler import Batch
 from fla_train.training.callback import Callback
 from fla_train.utils.filesystem import reason
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from fla_train.data.sampler import Batch
+    from fla_train.training.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
 MEMORY_EVENTS = 100_000  # newest allocations and frees in a memory snapshot
+
+
+@dataclass
+class ProfileKeys:
+    profile_steps: list[int] = field(default_factory=list)
 
 
 class Profile(Callback):
@@ -24,10 +33,18 @@ class Profile(Callback):
     a full disk rejects are left out, and the error is logged.
     """
 
-    _trace: profile | None = None
+    _trace: "profile | None" = None
 
-    def before_step(self, step: int, micro_batches: Sequence[Batch]) -> None:
+    def check(self, config: "TrainConfig") -> Iterator[str]:
+        trainer = config.trainer
+        if outside := [step for step in trainer.profile_steps if not 1 <= step <= trainer.max_steps]:
+            yield f"trainer.profile_steps={outside} must lie in 1..{trainer.max_steps}"
+
+    def before_step(self, step: int, micro_batches: "Sequence[Batch]") -> None:
         if step in self.trainer.config.trainer.profile_steps:
+            import torch
+            from torch.profiler import profile
+
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             self._trace = profile(record_shapes=True, profile_memory=True)
@@ -36,6 +53,8 @@ class Profile(Callback):
     def after_step(self, step: int, metrics: dict) -> None:
         if self._trace is None:
             return
+        import torch
+
         trace, self._trace, on_gpu = self._trace, None, torch.cuda.is_available()
         if on_gpu:
             torch.cuda.synchronize()

@@ -7,13 +7,22 @@ weights, it cannot change the run by a bit. A suite that fails is only logged. T
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fla_train.training.callback import Callback
+from fla_train.utils.keys import key
 from fla_train.utils.overrides import as_data, assign
 from fla_train.utils.processes import POLL, start_command
 from fla_train.utils.records import read_metrics
 from fla_train.utils.safe_files import read_json
+
+
+@dataclass
+class SuiteKeys:
+    suite_every: int = key(0, at_least=0, from_folder=())
+    suite: str = key("perplexity", from_folder=())
+    suite_options: list[str] = key(factory=list, from_folder=(), private=True)
 
 
 class Suites(Callback):
