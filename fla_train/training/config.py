@@ -24,6 +24,7 @@ from fla_train.hub.saved_config import escaped, read_saved
 from fla_train.tasks.config import TaskConfig
 from fla_train.training.callback import make_callbacks
 from fla_train.training.features.context_parallel import ContextParallelKeys
+from fla_train.training.features.cuda_graph import CudaGraphKeys
 from fla_train.training.features.exports import ExportKeys
 from fla_train.training.features.profile import ProfileKeys
 from fla_train.training.features.pushes import HubConfig
@@ -133,7 +134,6 @@ class LoopKeys:
     stats_every: int = key(0, at_least=0)
     eval_buckets: int = key(1, at_least=1)
     hang_timeout: float = key(0.0, at_least=0)
-    cuda_graph: bool = False
     gradient_reduction: str = key("fp32", choices=("fp32", "bf16"))
     initial_state: str = key("zero", choices=("zero", "passing", "noise"))
     zero_state_share: float = key(0.1, at_least=0, at_most=1)
@@ -163,7 +163,7 @@ class LoopKeys:
 
 
 @dataclass
-class TrainerConfig(SuiteKeys, ExportKeys, ProfileKeys, LoopKeys):
+class TrainerConfig(SuiteKeys, ExportKeys, ProfileKeys, CudaGraphKeys, LoopKeys):
     """Hold the section `trainer`: the keys of the loop, then those of its features."""
 
 

@@ -22,9 +22,9 @@ from fla_train.training import deepspeed_patches
 from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import gradients_of
 from fla_train.training.optimizer import build_optimizer
 from fla_train.training.process_group import join
+from fla_train.training.recorded_pass import gradients_of
 
 logger = logging.getLogger(__name__)
 # Elements that are gathered at once: 200 MB of fp32.

@@ -1,11 +1,15 @@
 """Estimate the device memory of training a model of the DeltaProduct family."""
 
+from typing import TYPE_CHECKING
+
 from fla_train.models.build import model_settings
 from fla_train.models.flops import TrainingMemory, training_memory_bytes
-from fla_train.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from fla_train.training.config import TrainConfig
 
 
-def training_memory(config: TrainConfig) -> TrainingMemory:
+def training_memory(config: "TrainConfig") -> TrainingMemory:
     """Return the memory of each rank for a resolved config, without that of features."""
     trainer = config.trainer
     return training_memory_bytes(

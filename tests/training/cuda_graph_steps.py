@@ -18,13 +18,14 @@ from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig, load_config
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph, gradients_of
+from fla_train.training.features.cuda_graph import CudaGraph
 from fla_train.training.features.initial_states import InitialStates
+from fla_train.training.recorded_pass import RecordedPass, gradients_of
 
 LENGTHS = (32, 32, 32, 16, 16, 32, 32, 32)  # of the steps' batches: as in a curriculum
 
 
-class Rehearsal(CudaGraph):
+class Rehearsal(RecordedPass):
     """Compute on a CPU what a graph would replay on a GPU."""
 
     recordings = 0
@@ -51,8 +52,8 @@ def rehearse(config: TrainConfig) -> list[int]:
     return recordings
 
 
-def compare(engine, common: list[Callback], cuda_graph: CudaGraph, kind: str) -> None:
-    """Compare steps of the engine alone with those of `cuda_graph`; the engine runs the sixth in both.
+def compare(engine, common: list[Callback], recorded: RecordedPass, kind: str) -> None:
+    """Compare steps of the engine alone with those of `recorded`; the engine runs the sixth in both.
 
     Args:
         common: further features of both.
@@ -60,6 +61,8 @@ def compare(engine, common: list[Callback], cuda_graph: CudaGraph, kind: str) ->
     """
     start = {name: value.clone() for name, value in engine.module.state_dict().items()}
     runs = []
+    cuda_graph = CudaGraph()
+    cuda_graph.run_pass = recorded.run
     for own in (None, cuda_graph):
         _rewind(engine, start)
         bad_steps = BadSteps(engine.device, max_grad_norm=0.5)
@@ -106,7 +109,7 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
     engine, features = _engine(config)
     for kind in ("zero", "passing"):
-        compare(engine, features, CudaGraph(engine.module, bf16=config.trainer.autocasts), kind)
+        compare(engine, features, RecordedPass(engine.module, bf16=config.trainer.autocasts), kind)
     print("equal")
     dist.destroy_process_group()
 

@@ -20,8 +20,9 @@ from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
 from fla_train.models.build import TOKEN_IDS
 from fla_train.training.config import TrainConfig, register, to_config, to_yaml
-from fla_train.training.features.cuda_graph import CudaGraph, records_graph
+from fla_train.training.features.cuda_graph import records_graph
 from fla_train.training.model import build_model
+from fla_train.training.recorded_pass import RecordedPass
 from tests.ranks import start_ranks
 
 
@@ -42,19 +43,19 @@ def test_steps_by_it_are_those_of_the_engine(
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_(en|dis)able")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_recomputed_layers_must_not_draw_random_numbers(make_config: Callable[..., TrainConfig], device: str):
-    cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraph
+    cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else RecordedPass
     model = engine_steps.make_model(make_config()).train().to(device)
     ids, labels = engine_steps.make_batch(0)
     inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
     inputs = {name: value.to(device) for name, value in inputs.items()}
     checkpoint_activations(model, True, preserve_rng_state=False)
-    assert cuda_graph(model, bf16=False).run_pass(inputs).isfinite()
+    assert cuda_graph(model, bf16=False).run(inputs).isfinite()
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, y: dropout(y, 0.5))
     with pytest.raises(ValueError, match="cuda_graph=false"):
-        cuda_graph(model, bf16=False).run_pass(inputs)
+        cuda_graph(model, bf16=False).run(inputs)
     model.gradient_checkpointing_disable()
     if device == "cuda":  # on a CPU these are numbers of the host
-        assert cuda_graph(model, bf16=False).run_pass(inputs).isfinite()
+        assert cuda_graph(model, bf16=False).run(inputs).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_models_of_other_libraries_can_be_recorded(overrides: list[str], name: s
     if "retnet" in name and bf16 and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("without a graph, too: an illegal memory access in its backward pass (Triton 3.6)")
     model = _model(overrides, name, "model.num_hidden_layers=2").to(device)  # RWKV-7 needs two
-    cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else CudaGraph
+    cuda_graph = cuda_graph_steps.Rehearsal if device == "cpu" else RecordedPass
     _compare(model, cuda_graph(model, bf16=bf16), device, bf16)
 
 
@@ -133,11 +134,11 @@ def test_what_a_recording_would_not_repeat_is_an_error(
     cuda_graph = cuda_graph_steps.Rehearsal(model, bf16=False)
     ids, labels = engine_steps.make_batch(0)
     inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(7.0)}
-    assert cuda_graph.run_pass(inputs).isfinite()
+    assert cuda_graph.run(inputs).isfinite()
     model.model.embeddings.register_forward_hook(lambda module, inputs, y: change(module, y))
     shorter = inputs | {"input_ids": ids[:, :16], "labels": labels[:, :16]}  # is recorded again
     with pytest.raises(ValueError, match="cuda_graph=false"):
-        cuda_graph.run_pass(shorter)
+        cuda_graph.run(shorter)
 
 
 @pytest.mark.gpu
@@ -159,10 +160,10 @@ def test_a_pass_that_waits_for_the_gpu_is_an_error(
         return None
 
     model.get_input_embeddings().register_forward_hook(hook)
-    cuda_graph = CudaGraph(model, bf16=False)
+    cuda_graph = RecordedPass(model, bf16=False)
     ids = torch.randint(17, (3, 64), device="cuda")
     with pytest.raises(ValueError, match="cuda_graph=false"):
-        cuda_graph.run_pass({"input_ids": ids, "labels": ids})
+        cuda_graph.run({"input_ids": ids, "labels": ids})
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
@@ -173,12 +174,12 @@ def _model(overrides: list[str], name: str, *more: str) -> nn.Module:
     return build_model(config, SimpleNamespace(manifest={"tokenizer": dict.fromkeys(TOKEN_IDS, 0)})).train()
 
 
-def _compare(model: nn.Module, recorded: CudaGraph, device: str, bf16: bool) -> None:
+def _compare(model: nn.Module, recorded: RecordedPass, device: str, bf16: bool) -> None:
     """Two batches' losses and gradients by `recorded` and by the model itself."""
     for _ in range(2):
         ids = torch.randint(17, (3, 64), device=device)
         inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(7.0, device=device)}
-        loss = recorded.run_pass(inputs).clone()
+        loss = recorded.run(inputs).clone()
         found = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
         with torch.autocast(device, torch.bfloat16, enabled=bf16):
