@@ -5,13 +5,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fla_train.training.callback import Callback
 from fla_train.utils.keys import key
-
-if TYPE_CHECKING:
-    from fla_train.training.config import TrainConfig
 
 
 @dataclass
@@ -22,7 +18,7 @@ class ContextParallelKeys:
 class ContextParallel(Callback):
     """Check that the ranks of a group can split a sequence."""
 
-    def check(self, config: "TrainConfig") -> Iterator[str]:
+    def check(self, config) -> Iterator[str]:
         seq_len, parts = config.trainer.seq_len, config.launch.context_parallel
         if seq_len % parts:
             yield f"launch.context_parallel={parts} does not divide trainer.seq_len={seq_len}"

@@ -7,15 +7,9 @@ makes the host slow with large models as well. A recorded graph launches all ker
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla_train.training.callback import Callback
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fla_train.data.sampler import Batch
-    from fla_train.training.config import TrainConfig
 
 
 @dataclass
@@ -28,7 +22,7 @@ class CudaGraph(Callback):
 
     _active = True
 
-    def memory(self, config: "TrainConfig") -> int:
+    def memory(self, config) -> int:
         """Return the bytes of a step with statistics, during which the graph's activations stay allocated."""
         # Import late, because commands that answer before torch is imported read this file.
         from fla_train.models.build import is_zoo
@@ -43,13 +37,13 @@ class CudaGraph(Callback):
 
         self._recorded = RecordedPass(trainer.model, bf16=trainer.config.trainer.autocasts)
 
-    def before_step(self, step: int, micro_batches: "Sequence[Batch]") -> None:
+    def before_step(self, step: int, micro_batches: Sequence) -> None:
         self._active = not self.trainer.is_observed(step)
 
-    def run_pass(self, inputs: Mapping[str, Any]) -> "Tensor | None":
+    def run_pass(self, inputs: Mapping[str, Any]) -> Any:
         return self._recorded.run(inputs) if self._active else None
 
 
-def records_graph(config: "TrainConfig") -> bool:
+def records_graph(config) -> bool:
     """Return whether a run with this resolved config records its passes as CUDA graphs."""
     return config.trainer.cuda_graph and config.launch.device == "cuda"

@@ -4,16 +4,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fla_train.training.callback import Callback
 from fla_train.utils.filesystem import reason
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
-
-    from fla_train.data.sampler import Batch
-    from fla_train.training.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +26,14 @@ class Profile(Callback):
     a full disk rejects are left out, and the error is logged.
     """
 
-    _trace: "profile | None" = None
+    _trace = None
 
-    def check(self, config: "TrainConfig") -> Iterator[str]:
+    def check(self, config) -> Iterator[str]:
         trainer = config.trainer
         if outside := [step for step in trainer.profile_steps if not 1 <= step <= trainer.max_steps]:
             yield f"trainer.profile_steps={outside} must lie in 1..{trainer.max_steps}"
 
-    def before_step(self, step: int, micro_batches: "Sequence[Batch]") -> None:
+    def before_step(self, step: int, micro_batches: Sequence) -> None:
         if step in self.trainer.config.trainer.profile_steps:
             import torch
             from torch.profiler import profile
