@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from fla_train.utils.keys import key
 
 CHECKPOINT = "a run folder, an exported folder, or a Hub name"
+DTYPES = ("auto", "float32", "bfloat16", "float64")
 LAYOUTS = ("documents", "packed")
 NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
 NEEDLE_PROMPTS = ("ruler", "continuation")
@@ -105,7 +106,7 @@ class EvalConfig:
     output: str | None = None
     mirror: str | None = None
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: str = key("auto", choices=DTYPES)
     mixer: str | None = None
     trust_remote_code: bool = False
     suite: SuiteConfig = field(default_factory=SuiteConfig)

@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import fail, run_hydra
+from fla_train.eval.config import DTYPES
 from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import key, require_valid
 
@@ -34,7 +35,7 @@ class ExportConfig:
     checkpoint: str | None = key(None, required="a run folder or an exported folder")
     output: str | None = None
     format: str | None = None
-    dtype: str = "auto"
+    dtype: str = key("auto", choices=DTYPES)
     mixer: str | None = None
     hub: PushConfig = field(default_factory=PushConfig)
 

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from fla_train.cli.app import run_hydra
-from fla_train.eval.config import CHECKPOINT
+from fla_train.eval.config import CHECKPOINT, DTYPES
 from fla_train.utils.keys import key, require_valid
 
 BATCH = 64  # prompts of a file that are generated at once
@@ -31,7 +31,7 @@ class GenerateConfig:
     top_p: float = key(1.0, above=0, at_most=1)
     seed: int = 0
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: str = key("auto", choices=DTYPES)
     mixer: str | None = None
     trust_remote_code: bool = False
 

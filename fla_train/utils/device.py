@@ -16,8 +16,5 @@ def pick_device(name: str) -> str:
 
 
 def pick_dtype(name: str) -> torch.dtype | None:
-    """Return the torch dtype of that name, or None for `auto`, which keeps the stored dtype."""
-    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if name not in known:
-        raise ValueError(f"dtype={name} must be one of {', '.join(known)}")
-    return known[name]
+    """Return the torch dtype of a name in `eval.config.DTYPES`; None for `auto`: keep the stored dtype."""
+    return None if name == "auto" else getattr(torch, name)
