@@ -416,7 +416,7 @@ def training(name: str) -> None:
 def scaling(name: str) -> None:
     """Draw the training speed on one and on several GPUs of one host."""
     groups: dict[str, dict[str, float]] = {}
-    for file, gpu in {"two-h100": "H100", "train-2xh200": "H200", "scaling-h200": "H200"}.items():
+    for file, gpu in {"two-h100": "H100", "scaling-2xh200": "H200", "scaling-h200": "H200"}.items():
         for row in read(f"benchmarks/{file}.json")["rows"]:
             if "gpus" in row:
                 group = groups.setdefault(f"Gated DeltaProduct_2, {row['model']}, {gpu}", {})
