@@ -94,7 +94,10 @@ def legend_labels(rows: Sequence[Row]) -> list[str]:
 
 
 def table_text(rows: Sequence[Row], metric: str) -> str:
-    """Return the rows as text, with the means of runs that differ in the seed only below them."""
+    """Return the rows as text, with the means of finished runs that differ in the seed only below them.
+
+    A seed counts once, although a sweep that was extended may have trained it again.
+    """
     from pandas import DataFrame
 
     home, paths = relative_paths(rows)
@@ -112,11 +115,12 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     settings = [{"model": row["model"]} | row["differs"] for row in rows]
     frame["runs"] = [as_overrides({k: v for k, v in values.items() if k != "seed"}) for values in settings]
     frame["seed"] = [row["differs"].get("seed") for row in rows]
-    groups = frame.groupby("runs", sort=False)
+    finished = frame[frame.status == "finished"].drop_duplicates(["runs", "seed"])
+    groups = finished.groupby("runs", sort=False)
     several = groups["seed"].nunique() > 1
     if several.any():
         means = groups[keys].agg(["count", "mean", "std"])[several]
-        lines += ["", "Mean and standard deviation of runs that differ in the seed only:"]
+        lines += ["", "Mean and standard deviation of finished runs that differ in the seed only:"]
         lines.append(means.to_string(na_rep="-", float_format="{:.4f}".format))
     return "\n".join(lines)
 

@@ -166,6 +166,19 @@ def test_fla_runs_prints_a_table_and_draws(
     assert end.value.code == 2 and "no run has accuracy" in capsys.readouterr().err
 
 
+def test_means_are_of_finished_runs_and_a_seed_counts_once() -> None:
+    runs = [(0, "finished", 2.0), (1, "finished", 5.0), (1, "finished", 5.0), (2, "stopped", 9.0)]
+    same = {"model": "m", "parameters": 1, "step": 4, "max_steps": 4, "tokens_per_second": 1.0}
+    rows = [
+        same
+        | {"run": f"runs/{i}", "status": status, "differs": {"seed": seed}}
+        | dict.fromkeys(("loss", "best_loss", "validation_loss", "best_validation_loss"), loss)
+        for i, (seed, status, loss) in enumerate(runs)
+    ]
+    means = command.table_text(rows, "validation_loss").splitlines()[-1]
+    assert means.split()[-3:] == ["2", "3.5000", f"{3 / 2**0.5:.4f}"]  # of 2 and 5
+
+
 def test_a_job_is_named_by_what_is_swept(make_config: Make, tmp_path: Path) -> None:
     swept = ["optimizer.lr=3e-3", "data.path=/some/corpus, other"]
     config = make_config(f"run.dir={tmp_path / 'sweep'}")
