@@ -20,7 +20,8 @@ LATEX = {
     "↓": r"$\downarrow$",
 }
 ERRORS = "± is the standard error."
-MARKS = "▲ better, ▼ worse than the first by more than two standard errors of the difference."
+MARKS = "▲ better, ▼ worse than the first by more than two standard errors of the difference. "
+MARKS += "Numbers of different data or tokens have no difference."
 
 
 def write_tables(folder: Path, results: Sequence[EvalResult]) -> None:

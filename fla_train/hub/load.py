@@ -104,7 +104,8 @@ def load_checkpoint_tokenizer(
             return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
     except ValueError as failure:
         if isinstance(source, Path) and not any(source.glob("tokenizer*")):
-            raise ValueError(f"{source} has no tokenizer, which only suite=expressivity permits") from failure
+            reason = "has no tokenizer, which only suite=expressivity permits: save one there"
+            raise ValueError(f"{source} {reason}") from failure
         raise
 
 
