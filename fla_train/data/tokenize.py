@@ -134,23 +134,18 @@ class Encoder:
 
 
 def batches(texts: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the texts in batches, and those before an error first: a limit may end the shard there.
+    """Yield the texts in batches.
 
     Args:
         size_of: returns the characters of a text.
     """
     batch, size = [], 0
-    try:
-        for text in texts:
-            batch.append(text)
-            size += size_of(text)
-            if size >= _BATCH_CHARACTERS:
-                yield batch
-                batch, size = [], 0
-    except Exception:
-        if batch:
+    for text in texts:
+        batch.append(text)
+        size += size_of(text)
+        if size >= _BATCH_CHARACTERS:
             yield batch
-        raise
+            batch, size = [], 0
     if batch:
         yield batch
 
@@ -190,13 +185,13 @@ def tokenize_source(
         done.append(record)
         left = left.after(record)
     left = limits
-    pieces = _with_errors(slices(done))
+    pieces = slices(done)
     first_two = list(islice(pieces, 2))
     if num_workers is None:
         num_workers = available_cores() if len(first_two) > 1 else 0
     numbered = enumerate(chain(first_two, pieces))
     # Slices that have begun, in order. An earlier slice may finish after later ones.
-    pending: deque[tuple[int, Slice | Exception | None, Future[Record]]] = deque()
+    pending: deque[tuple[int, Slice | None, Future[Record]]] = deque()
     with writers(encoder, num_workers) as write:
         while True:
             # Begin slices ahead until the next record is there. It may take long, since streams are fetched.
@@ -207,9 +202,7 @@ def tokenize_source(
                     break
                 number, piece = following
                 record, future = read_record(folder, number), Future()
-                if isinstance(piece, Exception):
-                    future.set_exception(piece)
-                elif piece is None or (record and record["slice"] == piece.key and left.allow(record)):
+                if piece is None or (record and record["slice"] == piece.key and left.allow(record)):
                     future.set_result(record | {"resumed": True})  # the shard is complete
                 else:
                     future = write(folder, number, piece, left)
@@ -217,11 +210,9 @@ def tokenize_source(
             if not pending:
                 return
             number, piece, future = pending.popleft()
-            invalid = isinstance(piece, Slice) and isinstance(future.exception(), ValueError)
-            record = None if invalid else future.result()
-            # This slice began before the earlier ones were finished, so its limits may be too high. Then the
-            # shard is too long, or the invalid text lies behind the limit.
-            if invalid or (left.reached_by(record) and tuple(record["limits"]) != left):
+            record = future.result()
+            # This slice began before the earlier ones were finished, so its limits may have been too high.
+            if left.reached_by(record) and tuple(record["limits"]) != left:
                 record = encoder.write(folder, number, piece, left)
             yield record
             if left.reached_by(record):
@@ -229,24 +220,10 @@ def tokenize_source(
             left = left.after(record)
 
 
-def _with_errors(pieces: Iterator[Slice | None]) -> Iterator[Slice | Exception | None]:
-    """Yield the slices, and an error in the place of the slice that can't be read.
-
-    The error is raised when the slices before it are written, if no limit ends the text there.
-    """
-    try:
-        yield from pieces
-    except Exception as failure:
-        yield failure
-
-
 def _write_now(encoder: Encoder, *arguments: Any) -> Future[Record]:
     """Write in this process. Return a finished future, as a pool does."""
     future: Future[Record] = Future()
-    try:
-        future.set_result(encoder.write(*arguments))
-    except ValueError as failure:
-        future.set_exception(failure)
+    future.set_result(encoder.write(*arguments))
     return future
 
 

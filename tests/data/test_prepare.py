@@ -11,9 +11,7 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -163,27 +161,6 @@ def test_processes_give_the_same_bytes(tmp_path, local, monkeypatch, limits, num
     local = replace(local, **limits)
     config = replace(local, num_workers=num_workers, cache_dir=str(tmp_path / "processes"))
     assert contents(quiet(config).folder) == contents(quiet(local).folder)
-
-
-@contextmanager
-def writing_threads(encoder, size):
-    """Threads that write shards, in place of processes, which take longer to start."""
-    with ThreadPoolExecutor(size) as pool:
-        yield partial(pool.submit, encoder.write)
-
-
-@pytest.mark.parametrize("num_workers", [0, 3])
-@pytest.mark.parametrize("limit", [{"max_documents": 6}, {"max_tokens": 50}])
-def test_text_behind_a_limit_may_be_invalid(tmp_path, local, monkeypatch, limit, num_workers):
-    if num_workers:
-        monkeypatch.setattr(tokenize, "writers", writing_threads)
-    rows = [{"text": f"number {i}"} for i in range(6)]
-    write_jsonl(tmp_path / "few" / "a.jsonl", rows[:4])
-    write_jsonl(tmp_path / "few" / "b.jsonl", [*rows[4:], {"text": 3}])
-    (tmp_path / "few" / "c.parquet").write_text("not parquet")
-    few = replace(local, path=f"{tmp_path}/few", validation_fraction=0.0, num_workers=num_workers)
-    assert read(quiet(replace(few, **limit)), "train")[0] == expected_bytes(rows, 0.0, "train")[0]
-    assert "b.jsonl, line 3: 'text' is int" in refusal(quiet, few)
 
 
 def _prepare_until_killed(config, after):
