@@ -82,13 +82,13 @@ def _cell(head: str, value: float | None) -> str:
 
 
 @cache
-def published(paper: str = "delta_product") -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the source of a paper's rows in `published.yaml`, and the rows.
+def published() -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the source of the rows in `published.yaml`, and the rows.
 
     A row is called by the model, its size and its training tokens. It has the values as printed, by column.
     """
     text = (files("fla_train.eval") / "published.yaml").read_text()
-    content = yaml.load(text, Loader=yaml.BaseLoader)[paper]  # numbers stay strings: 12.40 is not 12.4
+    content = yaml.load(text, Loader=yaml.BaseLoader)  # numbers stay strings: 12.40 is not 12.4
     rows = {
         f"{row['model']} ({group['title']})": dict(zip(HEADS, row["values"], strict=True))
         for group in content["groups"]

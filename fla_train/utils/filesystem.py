@@ -1,6 +1,5 @@
 """Write files safely: flush, replace files and folders atomically, compare sizes and sha256."""
 
-import errno
 import hashlib
 import math
 import os
@@ -113,17 +112,8 @@ def _move_aside(path: Path) -> Path:
     """Rename a folder or link, if it exists, to a name with the prefix `DELETING`. Return that name."""
     aside = path.with_name(DELETING + path.name)
     delete(aside)
-    try:
+    with suppress(FileNotFoundError):
         os.rename(path, aside)
-    except FileNotFoundError:
-        pass
-    except OSError as failure:
-        if failure.errno != errno.EXDEV:
-            raise
-        # Overlays do not rename folders of a lower layer. Without its JSON files a folder is incomplete.
-        for file in path.glob("*.json"):
-            file.unlink()
-        delete(path)
     return aside
 
 

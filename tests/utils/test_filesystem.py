@@ -1,7 +1,5 @@
 """A failure or a kill while a folder is replaced leaves the former or the new content, never a mix."""
 
-import errno
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +8,6 @@ import pytest
 from fla_train.utils import filesystem
 from fla_train.utils.filesystem import (
     move_folder,
-    remove_folder,
     replaced_folder,
     save_tokenizer,
     write_whole,
@@ -81,16 +78,6 @@ def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
             replaced_folder(tmp_path / "folder").__enter__()
         (aside / "file").touch()
     assert (tmp_path / "folder" / "file").is_file()
-
-
-def test_a_folder_that_an_overlay_does_not_rename_is_deleted_in_place(tmp_path: Path, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    (make(tmp_path / "folder", "") / "manifest.json").touch()
-    monkeypatch.setattr(os, "rename", refuse)
-    remove_folder(tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()
 
 
 def test_files_of_a_tokenizer_are_flushed_and_a_full_disk_is_an_error_of_the_system(
