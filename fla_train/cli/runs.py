@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # imports torch, which --help does not need
 
 Row = dict[str, Any]
 LONGEST_LABEL = 60  # characters of a run's differences in a figure's legend
-HIGHER_IS_BETTER = re.compile(r"(?!.*loss).*(acc|tokens_per_second|mfu|exact_match|f1|contains)")  # metrics
+# Metrics; names of corpora and tasks are part of them. Scores of tasks have no common names.
+HIGHER_IS_BETTER = re.compile(
+    r"(?!.*(loss|perplexity|bits_per_byte|brier|/ter$))(eval/|.*(acc|tokens_per_second|mfu|f1))"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

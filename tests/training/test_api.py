@@ -159,6 +159,12 @@ def test_fla_runs_prints_a_table_and_draws(
         path.write_text("".join(f'{{"step": {i}, "loss": 1.0, "accuracy": 1.0}}\n' for i in (1, 2)))
     (row, *_) = json.loads(said(sweep, "--json", "--metric", "accuracy"))
     assert (row["best_loss_step"], row["best_accuracy_step"]) == (1, 1)
+    # A corpus or a task of any name.
+    lower, higher = "validation_perplexity/accounts", "eval/cola/mcc"
+    for path in sorted((folders / "sweeps").rglob("metrics.jsonl")):
+        path.write_text("".join(f'{{"step": {i}, "{lower}": {i}, "{higher}": {i}}}\n' for i in (1, 2)))
+    best = [json.loads(said(sweep, "--json", "--metric", key))[0][f"best_{key}"] for key in (lower, higher)]
+    assert best == [1, 2]
     for path in sorted((folders / "sweeps").rglob("metrics.jsonl")):
         path.write_text('{"step": 1, "loss": 1.0}\n')
     with pytest.raises(SystemExit) as end:
