@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import carried_passes, small_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
@@ -24,6 +25,9 @@ OWN = {
     "exact": {"mixer": "longhorn:Longhorn", "mixer_options": {"exact": True}, "use_output_gate": True},
     "initial_beta": {"mixer": "initial_beta:InitialBeta", "num_householder": 3},
     "hybrid": {"mixer": "longhorn:Longhorn", "layer_types": ["linear_attention", "full_attention"]},
+    "feature_map": {"mixer": "feature_map:FeatureMap", "mixer_options": {"phi": "elu", "norm": 1}},
+    "slstm": {"mixer": "recurrences:SLSTM"},
+    "full_matrix": {"mixer": "recurrences:FullMatrix", "mixer_options": {"size": 4}},
 }
 every_example = pytest.mark.parametrize("example", OWN)
 PLAIN = """
@@ -105,7 +109,7 @@ def test_the_doctor_finds_what_a_mixer_breaks(run_command: Callable, name: str, 
     assert all(any(word in line for line in failed) for word in broken), out
 
 
-@pytest.mark.parametrize("example", ["linear_attention", "longhorn"])
+@pytest.mark.parametrize("example", ["linear_attention", "longhorn", "slstm", "full_matrix"])
 @torch.no_grad()
 def test_an_example_carries_its_states_over_training_passes(
     build: Callable, tokens: Tensor, example: str
@@ -140,6 +144,55 @@ def test_longhorn_solves_its_equation(exact: bool) -> None:
         else:
             state = torch.linalg.solve(torch.eye(4).double() + decay, state + write)
     torch.testing.assert_close(found[0], state, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("phi", "activation"),
+    [("silu", F.silu), ("relu", torch.relu), ("elu", lambda y: torch.where(y > 0, y + 1, y.exp()))],
+)
+@pytest.mark.parametrize("norm", [1, 2])
+@torch.no_grad()
+def test_feature_maps_and_norms(phi: str, activation: Callable, norm: int) -> None:
+    """From inputs to outputs as the paper writes it: keys of either norm in the recurrence itself."""
+    from feature_map import FeatureMap
+
+    mixer = FeatureMap(small_config(use_output_gate=False, norm_eps=1e-20), phi=phi, norm=norm).double()
+    for parameter in mixer.parameters():
+        parameter.copy_(torch.rand_like(parameter) - 0.5)
+    x = torch.randn(2, 9, 16).double()
+    convolved = []
+    for name in "qkv":
+        weight = mixer.get_parameter(f"{name}_conv1d.weight")
+        y = F.pad(mixer.get_submodule(f"{name}_proj")(x).mT, (3, 0))
+        convolved.append(torch.conv1d(y, weight, groups=len(weight)).mT.unflatten(-1, (-1, 2, 8)))
+    q, k = (activation(y) for y in convolved[:2])
+    q, k = (y / (y.norm(p=norm, dim=-1, keepdim=True).square() + 1e-6).sqrt() for y in (q, k))
+    v = F.silu(convolved[2]).reshape(2, 9, 2, 2, 16)
+    o, _ = delta_product(q[:, :, 0], k, v, *mixer.gates(x))
+    close(mixer(x), mixer.o_proj(mixer.o_norm(o).flatten(2)))
+
+
+@torch.no_grad()
+def test_recurrences_follow_their_formulas() -> None:
+    """sLSTM without a stabilizer, by plain exponentials, and the full matrix as a product of matrices."""
+    from recurrences import SLSTM, FullMatrix
+
+    lstm, matrix = SLSTM(small_config()).double(), FullMatrix(small_config(), size=8).double()
+    inputs = torch.randn(7, 1, 64).double()
+    h, c, n = torch.zeros(3, 2, 8).double()
+    state, product, full = (
+        torch.zeros(1, 4, 2, 8).double(),
+        torch.eye(8).double(),
+        torch.zeros(1, 8, 8).double(),
+    )
+    for x in inputs:
+        state, full = lstm.step(state, x), matrix.step(full, x)
+        i, f, z, o = (x.view(2, 32) + (h[:, None] @ lstm.recurrent)[:, 0]).split(8, dim=-1)
+        c, n = f.sigmoid() * c + i.exp() * z.tanh(), f.sigmoid() * n + i.exp()
+        h = o.sigmoid() * c / n
+        close(state[0, 0], h)
+        product = (torch.eye(8).double() + x.view(8, 8) / 8**0.5) @ product
+        close(matrix.read(full)[0], product.flatten() / max(1, product.norm()))
 
 
 @torch.no_grad()
