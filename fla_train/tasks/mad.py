@@ -37,7 +37,7 @@ class InContextRecall(Task):
         stream: `seed` and `num_sequences`, see Task.
 
     Raises:
-        ValueError: if a sequence would have no key twice, or an option is out of range.
+        ValueError: if a sequence might have no key twice, or an option is out of range.
     """
 
     slice_key = "length"
@@ -55,8 +55,10 @@ class InContextRecall(Task):
         if vocab_size < 4 or vocab_size % 2 or not 0 <= noise_share < 1 or noise_vocab < 1:
             raise ValueError("recall needs even vocab_size >= 4, noise_vocab >= 1 and noise_share in [0, 1)")
         self.half = vocab_size // 2
-        if length * (1 - noise_share) < 2 * (self.half + 1):
-            raise ValueError(f"length {length} has no room for {self.half} keys and one again")
+        # With fewer places than keys the chance that none comes again is below exp(-places^2 / (2 keys)).
+        places = length * (1 - noise_share) / 2
+        if places < self.half + 1 and places**2 < 40 * self.half:
+            raise ValueError(f"length {length} is too short for one of {self.half} keys to come again")
         noise_ids = noise_vocab if noise_share else 0
         super().__init__(vocab_size=vocab_size + noise_ids, seq_len=length, **stream)
         self.noise_share, self.noise_vocab, self.label_all = noise_share, noise_vocab, label_all

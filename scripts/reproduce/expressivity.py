@@ -4,8 +4,8 @@
     fla-runs train formal.yaml --folder runs/expressivity --jobs 4
     python scripts/reproduce/expressivity.py table runs/expressivity      # writes tables.md and tables.json
 
-`expressivity.yaml` in this folder has the tables. The table `extrapolation` has a row with the mixer of
-docs/examples/initial_beta.py, so add that folder to PYTHONPATH.
+`expressivity.yaml` in this folder has the tables. Three rows have mixers of docs/examples: add that folder to
+PYTHONPATH.
 """
 
 import argparse
@@ -50,9 +50,9 @@ def runs(*, paper_steps: bool = False, seeds: Sequence[int] = SEEDS) -> Iterator
     for name, table in read_tables().items():
         scale = table.get("scale", "paper") if paper_steps else table.get("fast_scale", "fast")
         for row, content in table["rows"].items():
-            for column, experiment in table["columns"].items() if content["overrides"] is not None else ():
+            for column in () if "skipped" in content else content.get("columns", table["columns"]):
                 overrides = [
-                    f"experiment={experiment}",
+                    f"experiment={table['columns'][column]}",
                     f"scale={scale}",
                     *table.get("column_overrides", {}).get(column, []),
                     *content["overrides"],

@@ -26,7 +26,10 @@ def read_recall(inputs: list[int], half: int, top: int) -> list[tuple[list[int],
     return pairs
 
 
-@pytest.mark.parametrize("options", [{}, {"noise_share": 0.2}, {"vocab_size": 32, "length": 256}], ids=str)
+SIZES = ({}, {"noise_share": 0.2}, {"vocab_size": 32, "length": 256}, {"vocab_size": 128, "noise_share": 0.2})
+
+
+@pytest.mark.parametrize("options", SIZES, ids=str)
 def test_recall_asks_for_the_values_of_keys_seen_before(options: dict) -> None:
     task = InContextRecall(seed=3, **options)
     batch = task.batch(range(40))
