@@ -26,10 +26,10 @@ TRAINED = {"color": "0.3", "linestyle": ":", "linewidth": 1.2, "label": "trainin
 # Colours and lines of labels that are not the default of their family. n_h = 1 is DeltaNet.
 COLORS = {"n_h = 1": family_color("DeltaNet"), "n_h = 2": "#7fbfe5", "n_h = 3": family_color("DeltaProduct")}
 COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "5 layers": "#00543d"}
-COLORS |= {"4 layers": family_color("DeltaNet")}
+COLORS |= {"4 layers": family_color("DeltaNet"), "n_h = 4, [0, 1]": "#00335c"}
 LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
 LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "DeltaNet + sliding windows", "RetNet"), "--")
-LINES["Transformer++ with QK-norm"] = LINES["Gated DeltaNet hybrid, 3:1"] = ":"
+LINES |= dict.fromkeys(("Transformer++ with QK-norm", "Gated DeltaNet hybrid, 3:1", "n_h = 4, [0, 1]"), ":")
 LINES |= dict.fromkeys(("DeltaNet: passing", "Gated DeltaProduct, n_h = 2: passing"), "--")
 LINES |= dict.fromkeys(("DeltaNet: contiguous", "Gated DeltaProduct, n_h = 2: contiguous"), ":")
 LINES |= dict.fromkeys(("DeltaProduct_3", "Gated DeltaProduct_3"), ":")
@@ -355,20 +355,14 @@ def learning_rates(name: str) -> None:
         for model, rates in losses.items():
             if len(rates) > 1 and "[0, 1]" not in model:
                 points = sorted(rates.items())
-                panel.plot(
-                    [rate for rate, _ in points], [np.mean(values) for _, values in points], **look(model)
-                )
+                means = [np.mean(values) for _, values in points]
+                panel.plot([rate for rate, _ in points], means, **look(model))
                 for rate, values in points:
                     panel.plot([rate] * len(values), values, "o", markersize=3, color=look(model)["color"])
-        panel.set(
-            xscale="log",
-            ylim=(2.98, 3.45),
-            xlabel="peak learning rate of Muon",
-            ylabel="validation loss (nats)",
-        )
-        panel.set_xticks(
-            rates := [7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2], [f"{rate:g}" for rate in rates]
-        )
+        panel.set(xscale="log", xlabel="peak learning rate of Muon")
+        panel.set(ylim=(2.98, 3.45), ylabel="validation loss (nats)")
+        ticks = [7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]
+        panel.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         panel.minorticks_off()
         panel.figure.legend(loc="outside upper center", ncols=2)
 
@@ -425,7 +419,7 @@ def scaling(name: str) -> None:
 
 
 N_H = {f"DeltaProduct_{n} [-1, 1]": f"n_h = {n}" for n in (1, 2, 3, 4)}
-BASELINES = {"Transformer": "Transformer", "Mamba [-1, 1]": "Mamba"}
+FAILING = {"DeltaProduct_4 [0, 1]": "n_h = 4, [0, 1]", "Transformer": "Transformer", "Mamba [-1, 1]": "Mamba"}
 LAYERS = {f"{n} layers": f"{n} layers" for n in (2, 3, 4, 5)}
 S5_MODELS = {
     "DeltaNet [-1, 1], 1 layer": "DeltaNet",
@@ -445,7 +439,7 @@ inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, longes
 # The function that draws each figure. Its argument is the figure's name.
 DRAWINGS: dict[str, Callable[[str], None]] = {
     "state-tracking-128": partial(
-        squares, table="state_tracking", models=N_H | BASELINES, columns=SHORT, longest=512
+        squares, table="state_tracking", models=N_H | FAILING, columns=SHORT, longest=512
     ),
     "state-tracking-512": partial(
         squares, table="state_tracking_512", models=N_H, columns=LONG, longest=2048
