@@ -9,14 +9,16 @@ import textwrap
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,13 +30,12 @@ from fla_train.cli.overrides import (
     override_errors,
     quote_values,
     repository,
-    sample_jobs,
 )
 from fla_train.cli.scales import store_sections
 from fla_train.cli.version import add_version
 from fla_train.utils.errors import Interrupted
 from fla_train.utils.keys import require_none
-from fla_train.utils.overrides import quote
+from fla_train.utils.overrides import parse_all, quote
 
 INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
 USAGE = """\
@@ -69,23 +70,6 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, config_dir: str 
             errors = override_errors(repo, overrides, compose_with) or [one_line(failure)]
         require_none(errors)
         return config
-
-
-def check_sweep(config_name: str, overrides: Sequence[str], *, config_dir: str | None = None) -> None:
-    """Check every value of a sweep's overrides.
-
-    Raises:
-        ValueError: names every value that does not fit, as `compose` does.
-    """
-    repo = repository(config_dir)
-    with _hydra(config_name, config_dir) as compose_with:
-        store_sections(overrides, lambda chosen: compose_with(chosen, scaled=False))
-        # Most sweeps have no error, and a few whole jobs show that. Only to name errors is a config composed
-        # for each override.
-        with suppress(Exception):
-            if not any(addition_errors(repo, compose_with(job), job) for job in sample_jobs(overrides)):
-                return
-        require_none(override_errors(repo, overrides, compose_with, sweep=True))
 
 
 def help_text(config_name: str, overrides: Sequence[str], config_dir: str | None) -> str:
@@ -176,17 +160,43 @@ def flag_parser() -> ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True)
+class Job:
+    """A composed config to run: that of a command, or one of the jobs of a sweep.
+
+    Attributes:
+        overrides: with which `config` was composed.
+        number: of the job in the sweep, from 0.
+        count: number of jobs of the sweep.
+        swept: the overrides in which the jobs differ; None outside a sweep.
+    """
+
+    config: DictConfig
+    overrides: Sequence[str] = ()
+    number: int = 0
+    count: int = 1
+    swept: Sequence[str] | None = None
+
+
+def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep: all combinations of the values, the last one fastest."""
+    if invalid := [text for text in overrides if not parse_all([text])]:  # composing says why
+        return [invalid]
+    (jobs,) = BasicSweeper.split_arguments(parse_all(overrides), max_batch_size=None)
+    return [list(job) for job in jobs]
+
+
 @plain_errors()
 def run_hydra(
     config_name: str,
     register: Callable[[], None],
-    task: Callable[[DictConfig], int | None],
+    task: Callable[[Job], int | None],
     extend: Callable[..., list[str]] | None = None,
 ) -> None:
     """Run a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
 
-    `extend(overrides, sweep=..., config_dir=...)` may add overrides. In a sweep (`-m`) the other jobs still
-    run after an error, and the exit status is the highest.
+    `extend(overrides, sweep=..., config_dir=...)` may add overrides. In a sweep (`-m`) all jobs are composed
+    before the first one runs. After an error the others still run, and the exit status is the highest.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # our Python processes never import from the current folder
     flags = flag_parser().parse_intermixed_args()
@@ -199,36 +209,28 @@ def run_hydra(
     if flags.help:
         print(help_text(config_name, overrides, config_dir))
         return
+    jobs: list[list[str]] = []
     if not (flags.hydra_help or flags.shell_completion):
-        check = check_sweep if flags.multirun else compose
         overrides = quote_values(config_name, overrides, sweep=flags.multirun)
         if extend is not None:
             overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
-        check(config_name, overrides, config_dir=config_dir)
-    sys.argv[1:] = [*flag_words, *overrides]  # Hydra rejects overrides on both sides of flags
+        jobs = sweep_jobs(overrides) if flags.multirun else [overrides]
+    configs = [compose(config_name, job, config_dir=config_dir) for job in jobs]
+    if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info or flags.resolve:
+        sys.argv[1:] = [*flag_words, *overrides]  # Hydra rejects overrides on both sides of flags
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+        hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)(task)()
+        return
 
+    differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
     codes: list[int] = []  # exit statuses of the jobs
-    begun = False  # whether a job has started: errors before that are Hydra's
-
-    def guarded(config: DictConfig) -> None:
-        nonlocal begun
-        begun = True
+    for number, (config, words) in enumerate(zip(configs, jobs, strict=True)):
+        swept = [text.lstrip("+") for text in compress(words, differ)] if flags.multirun else None
         try:
-            codes.append(task(config) or 0)
+            codes.append(task(Job(config, words, number, len(jobs), swept)) or 0)
         except (ValueError, OmegaConfBaseException, OSError) as error:
             if os.environ.get("FLA_TRAIN_TRACEBACK"):
                 raise
             codes.append(fail_with(error))
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    try:
-        main = hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)
-        main(guarded)()
-    except Exception as failure:
-        # A sweep's record may not be writable.
-        of_machine = isinstance(failure, OSError) and not isinstance(failure, HydraException)
-        if begun or of_machine or os.environ.get("FLA_TRAIN_TRACEBACK"):
-            raise
-        sys.exit(fail(one_line(failure)))  # flags, or jobs of a sweep that do not fit as a whole
-    if code := max(codes, default=0):
+    if code := max(codes):
         sys.exit(code)

@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from fla_train.cli.app import INTERRUPTED, fail, plain_errors, run_hydra
+from fla_train.cli.app import INTERRUPTED, Job, fail, plain_errors, run_hydra
 from fla_train.eval.config import EvalConfig
 
 
@@ -25,7 +25,7 @@ def register() -> None:
     ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
 
 
-def task(config: DictConfig) -> int:
+def task(job: Job) -> int:
     """Run the evaluation, print its table, and return the exit status."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "60")  # a log gets a line of a progress bar a minute
@@ -36,7 +36,7 @@ def task(config: DictConfig) -> int:
     from fla_train.utils.processes import keep_freed_memory
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every loaded model it is given
-    options: EvalConfig = OmegaConf.to_object(config)
+    options: EvalConfig = OmegaConf.to_object(job.config)
     if pick_device(options.device) == "cpu":
         keep_freed_memory()
     with launched_ranks() as ranks:

@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from fla_train.cli.app import fail, run_hydra
+from fla_train.cli.app import Job, fail, run_hydra
 from fla_train.eval.config import DTYPES
 from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import key, require_valid
@@ -48,7 +48,7 @@ def register() -> None:
     ConfigStore.instance().store(name="export_schema", node=ExportConfig)
 
 
-def task(config: DictConfig) -> int:
+def task(job: Job) -> int:
     # These import the models, which --help does not need.
     from fla_train.hub.checkpoint_config import resolve_checkpoint
     from fla_train.hub.convert import convert_export, stored_format
@@ -57,7 +57,7 @@ def task(config: DictConfig) -> int:
     from fla_train.hub.push import push
     from fla_train.utils.device import pick_dtype
 
-    settings: ExportConfig = OmegaConf.to_object(config)
+    settings: ExportConfig = OmegaConf.to_object(job.config)
     require_valid(settings)
     folder = resolve_checkpoint(settings.checkpoint)
     origin, dtype = folder, pick_dtype(settings.dtype)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from fla_train.cli.app import run_hydra
+from fla_train.cli.app import Job, run_hydra
 from fla_train.eval.config import CHECKPOINT, DTYPES
 from fla_train.utils.keys import key, require_valid
 
@@ -44,8 +44,8 @@ def register() -> None:
     ConfigStore.instance().store(name="generate_schema", node=GenerateConfig)
 
 
-def task(config: DictConfig) -> int:
-    settings: GenerateConfig = OmegaConf.to_object(config)
+def task(job: Job) -> int:
+    settings: GenerateConfig = OmegaConf.to_object(job.config)
     require_valid(settings)
     prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file))
     # These imports take seconds, which --help and an invalid request do not need.

@@ -98,13 +98,9 @@ def _annotation(config_name: str, key: str) -> Any:
 
 
 def override_errors(
-    repo: ConfigRepository,
-    overrides: Sequence[str],
-    compose_with: Callable[[Sequence[str]], DictConfig],
-    *,
-    sweep: bool = False,
+    repo: ConfigRepository, overrides: Sequence[str], compose_with: Callable[[Sequence[str]], DictConfig]
 ) -> list[str]:
-    """Return a line for each override that does not fit, or for each such value of a sweep.
+    """Return a line for each override that does not fit.
 
     Options of groups come first, because keys depend on them. `compose_with` composes overrides.
     """
@@ -117,38 +113,15 @@ def override_errors(
     for override in sorted(
         overrides, key=lambda text: ("." in text.split("=")[0], text.startswith("scale="))
     ):
-        accepted = None
-        for single in _single_values(override) if sweep else [override]:
-            try:
-                composed = compose_with([*good, single])
-                reasons = addition_errors(repo, composed, [single])
-            except Exception as failure:
-                reasons = [_reason(repo, config, single, failure)]
-            errors.setdefault(override, []).extend(reasons)
-            if not reasons and accepted is None:
-                accepted = single, composed
-        if accepted:
-            good.append(accepted[0])
-            config = accepted[1]
+        try:
+            composed = compose_with([*good, override])
+            errors[override] = addition_errors(repo, composed, [override])
+        except Exception as failure:
+            errors[override] = [_reason(repo, config, override, failure)]
+        if not errors[override]:
+            good.append(override)
+            config = composed
     return [reason for override in dict.fromkeys(overrides) for reason in errors[override]]
-
-
-def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Return as few jobs as contain every value of a sweep: two of four for `seed=1,2 optimizer.lr=1,2`."""
-    values = [_single_values(override) for override in overrides]
-    count = max(map(len, values), default=1)
-    return [[each[min(job, len(each) - 1)] for each in values] for job in range(count)]
-
-
-def _single_values(override: str) -> list[str]:
-    """Return an override for each value: `seed=1,2` gives seed=1 and seed=2."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-        if not parsed.is_sweep_override():
-            return [override]
-        return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-    except HydraException:  # composing reports it
-        return [override]
 
 
 def addition_errors(repo: ConfigRepository, config: DictConfig, overrides: Sequence[str]) -> list[str]:

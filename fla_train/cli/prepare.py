@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from fla_train.cli.app import run_hydra
+from fla_train.cli.app import Job, run_hydra
 from fla_train.cli.base import with_base
 from fla_train.training import config
 from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
@@ -29,7 +29,8 @@ def register() -> None:
     config.register(PrepareConfig)
 
 
-def task(node: DictConfig) -> int:
+def task(job: Job) -> int:
+    node = job.config
     try:
         with leaving_at_once():
             from fla_train.data.config import make_paths_absolute

@@ -12,7 +12,6 @@ Overrides of the command line win.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -34,38 +33,31 @@ def store_sections(overrides: Sequence[str], compose: Callable[[list[str]], Dict
     """Put the sections of the experiments that `overrides` choose into Hydra's ConfigStore.
 
     Args:
-        overrides: may sweep `experiment` and `scale`.
         compose: composes a config with overrides.
 
     Raises:
         ValueError: an experiment does not have the scale that is chosen for it.
     """
-    scales, experiments = _values(overrides, "scale"), _values(overrides, "experiment")
-    for scale in scales & ({*SCALES} - {"paper"}):  # Hydra reports other names
-        if not experiments - {"null"}:
-            raise ValueError("a scale changes an experiment: add experiment=NAME")
-        for experiment in experiments:
-            try:
-                sections = compose([f"experiment={experiment}", "scale=sections"]).scales or {}
-            except HydraException:  # composing all overrides reports the error
-                continue
-            if scale not in sections:
-                known = ", ".join(name for name in SCALES if name == "paper" or name in sections)
-                raise ValueError(f"experiment={experiment} has the scales {known}")
-            ConfigStore.instance().store(
-                group=f"scales/{experiment}", name=scale, node=_section(sections, scale), package="_global_"
-            )
+    texts = [text for text in overrides if text.lstrip("+").startswith(("scale=", "experiment="))]
+    chosen = {o.key_or_group: o.value() for o in parse_all(texts)}
+    scale, experiment = chosen.get("scale"), chosen.get("experiment")
+    if scale not in SCALES or scale == "paper":  # Hydra reports other names
+        return
+    if experiment is None:
+        raise ValueError("a scale changes an experiment: add experiment=NAME")
+    try:
+        sections = compose([f"experiment={experiment}", "scale=sections"]).scales or {}
+    except HydraException:  # composing all overrides reports the error
+        return
+    if scale not in sections:
+        known = ", ".join(name for name in SCALES if name == "paper" or name in sections)
+        raise ValueError(f"experiment={experiment} has the scales {known}")
+    ConfigStore.instance().store(
+        group=f"scales/{experiment}", name=scale, node=_section(sections, scale), package="_global_"
+    )
 
 
 def _section(sections: DictConfig, name: str) -> dict[str, Any]:
     section = OmegaConf.to_container(sections[name])  # without resolving ${task.batch_size}
     base = section.pop("from", None)
     return OmegaConf.to_container(OmegaConf.merge(_section(sections, base) if base else {}, section))
-
-
-def _values(overrides: Sequence[str], group: str) -> set[str]:
-    """Return the options of a group that overrides choose, several in a sweep."""
-    texts = [text for text in overrides if text.lstrip("+").startswith(f"{group}=")]
-    overridden = parse_all(texts)
-    values = ((o.sweep_iterator() if o.is_sweep_override() else [o.value()]) for o in overridden)
-    return {str(value) for value in chain.from_iterable(values)}

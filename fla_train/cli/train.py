@@ -8,17 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import datetime
-from itertools import compress
 from pathlib import Path
 
 import psutil
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
-from omegaconf import DictConfig
 
-from fla_train.cli.app import fail, flag_parser, leave, run_hydra
+from fla_train.cli.app import Job, fail, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.run.import_ahead import import_ahead
 from fla_train.training.config import TrainConfig, register, to_config
@@ -29,14 +23,6 @@ from fla_train.utils.timeline import BEGAN
 
 LONGEST_NAME = 80  # characters of a job's overrides in the name of its folder
 LONGEST_TAG = 64  # characters, W&B's limit
-
-
-def sweep_jobs() -> list[list[str]]:
-    """Return each job's overrides of a sweep, in Hydra's order, without those that all jobs share."""
-    overrides = OverridesParser.create().parse_overrides(flag_parser().parse_intermixed_args().overrides)
-    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
-    return [[text.lstrip("+") for text in compress(job, differ)] for job in jobs]
 
 
 @contextmanager
@@ -57,7 +43,7 @@ def output_to(folder: Path) -> Iterator[None]:
         os.close(terminal)
 
 
-def train(node: DictConfig) -> int:
+def train(job: Job) -> int:
     """Train one composed config.
 
     In a sweep (`-m`) each job has a separate run folder, which receives its output, and prints one line.
@@ -72,18 +58,16 @@ def train(node: DictConfig) -> int:
 
     gc.freeze()
     gc.enable()
-    hydra = HydraConfig.get()
-    config, output = to_config(node, hydra.overrides.task), None
-    if hydra.mode == RunMode.MULTIRUN:
-        jobs, number = sweep_jobs(), hydra.job.num
-        if config.run.job is not None and not 0 <= config.run.job < len(jobs):
-            sys.exit(fail(f"this sweep has no job {config.run.job}: its jobs are 0 to {len(jobs) - 1}"))
-        if config.run.job not in (None, number):
+    config, output = to_config(job.config, job.overrides), None
+    if job.swept is not None:
+        if config.run.job is not None and not 0 <= config.run.job < job.count:
+            sys.exit(fail(f"this sweep has no job {config.run.job}: its jobs are 0 to {job.count - 1}"))
+        if config.run.job not in (None, job.number):
             return 0
-        place_job(config, number, jobs[number])
+        place_job(config, job.number, job.swept)
         if config.run.job is None and config.run.dir and not config.dry_run:
             output = Path(config.run.dir)
-        line = f"job {number + 1}/{len(jobs)}: {', '.join(jobs[number]) or 'nothing is swept'}"
+        line = f"job {job.number + 1}/{job.count}: {', '.join(job.swept) or 'nothing is swept'}"
         log(line, end=" ... " if output else "\n")
     elif config.run.job is not None:
         raise ValueError(f"run.job={config.run.job} is a job of a sweep: add -m")
@@ -101,7 +85,7 @@ def train(node: DictConfig) -> int:
         losses = {key: last_value(run.files.metrics, key) for key in ("loss", "validation_loss")}
         final = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in losses.items() if value is not None]
         log(", ".join([run.status, *final]))
-        if number + 1 == len(jobs):
+        if job.number + 1 == job.count:
             log(f"Compare the jobs: fla-runs {shlex.quote(str(output.parent))}")
     return 0
 

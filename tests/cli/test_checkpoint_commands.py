@@ -72,7 +72,7 @@ def test_a_seed_determines_the_sampled_text(run: Path, capsys: pytest.CaptureFix
     texts = []
     for seed in (1, 1, 2):
         sampling = [f"checkpoint={run}", f"seed={seed}", "max_new_tokens=20", "top_k=50", "top_p=0.9"]
-        assert generate.task(app.compose("generate", sampling)) == 0
+        assert generate.task(app.Job(app.compose("generate", sampling))) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 

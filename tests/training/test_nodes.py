@@ -193,7 +193,7 @@ def test_an_array_task_trains_its_job_of_the_sweep(
 ):
     """scripts/train.slurm adds `run.job`; dry_run prints what the job would train."""
     words = ["fla-train", "-m", "debug=smoke", "launch.device=cpu", "seed=3,4", "dry_run=true"]
-    words += [f"run.dir={tmp_path / 'sweep'}", f"hydra.sweep.dir={tmp_path / 'hydra'}"]
+    words.append(f"run.dir={tmp_path / 'sweep'}")
     code, out, err = run_command(*words, "run.job=1")
     assert code == 0, err
     assert "seed=4" in out and "seed=3" not in out
