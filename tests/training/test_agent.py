@@ -35,7 +35,9 @@ WAIT = "while True: time.sleep(0.05)\n"
 
 
 def local(processes: int = 1, **options: object) -> LaunchConfig:
-    return LaunchConfig("cpu", processes, 1, None, "127.0.0.1", **options)
+    return LaunchConfig(
+        device="cpu", num_processes=processes, num_machines=1, main_process_ip="127.0.0.1", **options
+    )
 
 
 def play(
@@ -168,6 +170,9 @@ def test_missing_machines_are_reported(
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # allows the loopback address
     monkeypatch.setattr(agent, "RETRY", 0.1)
-    launch = LaunchConfig("cpu", 3, 3, rank, "127.0.0.1", free_port(), rendezvous_timeout=1)
+    address = {"main_process_ip": "127.0.0.1", "main_process_port": free_port()}
+    launch = LaunchConfig(
+        device="cpu", num_processes=3, num_machines=3, machine_rank=rank, rendezvous_timeout=1, **address
+    )
     with pytest.raises(TrainingFailed, match=rf"{message} at 127\.0\.0\.1:\d+ within 1 s"):
         play("", tmp_path, launch)
