@@ -141,8 +141,9 @@ class TextEvaluation(Evaluation):
         export = f"checkpoint={folder.export(step)}"
         longer = [f"run.dir={folder.root}", f"trainer.max_steps={2 * step}"]
         classes = named_classes(asdict(self.trainer.config))
+        prompt = "def main(" if self.trainer.config.data.source == "stdlib" else "The"
         return [
-            ["fla-generate", export, "prompt=def main(", *self._naming()],
+            ["fla-generate", export, f"prompt={prompt}", *self._naming()],
             ["fla-eval", export, *self._naming()],
             ["fla-train", *longer, *(assign(*item) for item in classes.items())],
         ]
