@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fla_train.eval.documents import tokenize_texts
 from fla_train.utils.errors import described
-from fla_train.utils.hub_names import is_hub_name
+from fla_train.utils.hub_names import hub_or_cache, is_hub_name
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def local_datasets(mirror: str | Path | None) -> Iterator[None]:
     """
     folder = mirror_folder(mirror)
     if folder is None:
-        yield
+        with hub_or_cache():
+            yield
         return
     original, offline = datasets.load_dataset, datasets.config.HF_HUB_OFFLINE
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 import torch
@@ -17,6 +18,7 @@ import yaml
 from fla_train.cli import export as export_command
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
+from fla_train.eval.sets import HubSet, hub_documents
 from fla_train.hub.card import CardInfo
 from fla_train.hub.export import export_model
 from fla_train.hub.load import load_model
@@ -208,4 +210,8 @@ def test_without_the_hub_the_cache_is_read_at_once(
     for load in (load_model, lambda name: load_tokenizer(TokenizerConfig(name))):
         with pytest.raises(Interrupted, match="user/other"):
             load("user/other")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+    with pytest.raises(ValueError, match="user/texts"):
+        next(hub_documents(HubSet("", "user/texts", None, "train", str), None, None))
     assert not pauses and not huggingface_hub.constants.HF_HUB_OFFLINE
