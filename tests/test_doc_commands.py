@@ -155,7 +155,7 @@ def check(words: list[str]) -> None:
             config = app.compose("generate", quote_values("generate", overrides))
             assert not find_errors(OmegaConf.to_object(config))
         case ["fla-bench", *arguments]:
-            _, options = parse(arguments)
+            options = parse(arguments)
             if overrides := getattr(options, "overrides", None):
                 register()
                 resolve(to_config(app.compose("train", overrides)))

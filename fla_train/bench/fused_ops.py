@@ -6,6 +6,7 @@ activations' dtype.
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fla_train.bench.measure import COLUMNS, Implementation, compare, forward_backward
-from fla_train.bench.options import FusedOps
 from fla_train.bench.report import Report
 from fla_train.bench.roofline import Ceilings
 from fla_train.kernels import fused_ops
@@ -289,7 +289,7 @@ PEERS: dict[str, list[Implementation]] = {
 SIZES = ("batch", "tokens", "hidden", "vocabulary", "num_householder")
 
 
-def run(options: FusedOps, report: Report) -> None:
+def run(options: Namespace, report: Report) -> None:
     """Measure each case.
 
     Raises:

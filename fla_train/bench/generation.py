@@ -8,6 +8,7 @@ states serve all sequences. The states of a peer grow with the context, so it is
 
 import copy
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from itertools import product
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from fla_train.bench.models import COMPILED, Compose, build
-from fla_train.bench.options import Generate
 from fla_train.bench.report import Report, Row
 from fla_train.models.cache import CACHE_NAME
 from fla_train.models.configuration import DeltaProductConfig
@@ -28,7 +28,7 @@ MAX_PROMPT_TOKENS = 1 << 18
 COLUMNS = ("model", "batch", "context", "prompt_ms", "token_ms", "tokens_per_second", "memory_GiB", "note")
 
 
-def run(options: Generate, report: Report, compose: Compose) -> None:
+def run(options: Namespace, report: Report, compose: Compose) -> None:
     """Measure our model and the peers for each batch and context.
 
     A compiled model steps with transformers' static cache under torch.compile, and reads prompts without it.
@@ -39,7 +39,7 @@ def run(options: Generate, report: Report, compose: Compose) -> None:
     report.table("rows", COLUMNS, _rows(options, report, config))
 
 
-def _rows(options: Generate, report: Report, config: TrainConfig) -> Iterator[Row]:
+def _rows(options: Namespace, report: Report, config: TrainConfig) -> Iterator[Row]:
     for name in ("ours", *options.peers):
         torch.manual_seed(0)
         try:

@@ -4,6 +4,7 @@ An implementation maps the tensors of one `Problem` to o [B, T, H, V]. Peers get
 tensors in their own layout, so their time includes no copies, except of beta, which is small.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_train.bench.measure import COLUMNS, Implementation, compare, forward_backward
-from fla_train.bench.options import Kernels
 from fla_train.bench.report import Report
 from fla_train.bench.roofline import Ceilings, Shape, bounds
 from fla_train.kernels.delta_product import delta_product, resolve_backend
@@ -196,7 +196,7 @@ PEERS = {
 }
 
 
-def run(options: Kernels, report: Report) -> None:
+def run(options: Namespace, report: Report) -> None:
     """Measure each shape.
 
     Raises:

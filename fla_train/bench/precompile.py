@@ -7,13 +7,13 @@ of steps with and without statistics, of validation, and of the export's check.
 import json
 import os
 import time
+from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from fla_train.bench.models import Compose
-from fla_train.bench.options import Precompile
 from fla_train.bench.report import Report
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.models.configuration import DeltaProductConfig
@@ -30,7 +30,7 @@ logger.tensorboard=false hub.repo_id=null hub.push_every=0 init_from=null
 """.split()
 
 
-def run(options: Precompile, report: Report, compose: Compose) -> None:
+def run(options: Namespace, report: Report, compose: Compose) -> None:
     """Compile the kernels of a run into the folder, which becomes Triton's cache of this process.
 
     Kernels depend on model, precision, `trainer.seq_len`, `trainer.micro_batch_size`, context parallelism,

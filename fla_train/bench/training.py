@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fla_train.bench.models import Compose, build, training_flops
-from fla_train.bench.options import Train
 from fla_train.bench.ranks import on_ranks
 from fla_train.bench.report import Report, Row
 from fla_train.bench.roofline import Ceilings
@@ -76,7 +76,7 @@ class RandomTokens:
         return torch.from_numpy(draw.integers(self._vocab_size, size=(len(indices), self._seq_len)))
 
 
-def run(options: Train, report: Report, compose: Compose) -> None:
+def run(options: Namespace, report: Report, compose: Compose) -> None:
     """Measure our model and the peers on the sizes of the config.
 
     Raises:
@@ -100,7 +100,7 @@ def run(options: Train, report: Report, compose: Compose) -> None:
         report.table("times", TIMES, _time_rows(rows))
 
 
-def _rows(options: Train, config: TrainConfig, ceilings: Ceilings | None) -> Iterator[Row]:
+def _rows(options: Namespace, config: TrainConfig, ceilings: Ceilings | None) -> Iterator[Row]:
     processes = config.launch.num_processes
     threads = max(1, torch.get_num_threads() // processes)
     for name in ("ours", *options.peers):

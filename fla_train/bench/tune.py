@@ -8,6 +8,7 @@ numbers.
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from fla_train.bench.kernels import Problem, make_problem, operator
 from fla_train.bench.measure import forward_backward, median_ms, out_of_bounds
-from fla_train.bench.options import Tune
 from fla_train.bench.report import DTYPES, Report, Row
 from fla_train.bench.roofline import Shape
 from fla_train.kernels.delta_product import resolve_backend
@@ -43,7 +43,7 @@ THREADS = min(12, os.cpu_count() or 1)  # threads that compile
 COLUMNS = ("K", "V", "n_h", "kernel", "options", "both_ms", "before_ms", "tried", "failed")
 
 
-def run(options: Tune, report: Report) -> None:
+def run(options: Namespace, report: Report) -> None:
     """Tune the rows of the options, and write them to the table.
 
     Raises:
@@ -53,7 +53,7 @@ def run(options: Tune, report: Report) -> None:
     report.table("rows", COLUMNS, _rows(options, report.device))
 
 
-def _rows(options: Tune, device: torch.device) -> Iterator[Row]:
+def _rows(options: Namespace, device: torch.device) -> Iterator[Row]:
     """Yield a row for each kernel of each shape, and write the table after each shape."""
     dtype, file = DTYPES[options.dtype], options.file or launch_table.user_file()
     table = launch_table.read_table(file) if file.is_file() else {}
