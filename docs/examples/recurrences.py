@@ -95,5 +95,5 @@ class FullMatrix(Recurrence):
         return state + u + u @ state
 
     def read(self, state: Tensor) -> Tensor:
-        h = (state + torch.eye(state.shape[1]).to(state)).flatten(1)
+        h = (state + torch.eye(self.shape[0], dtype=state.dtype, device=state.device)).flatten(1)
         return h / h.norm(dim=1, keepdim=True).clamp(min=1)

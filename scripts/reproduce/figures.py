@@ -179,10 +179,10 @@ def formal(name: str) -> None:
     """Draw the scaled accuracy of each seed on the formal languages."""
     families = ["DeltaNet", *(f"DeltaProduct_{n}" for n in (2, 3, 4)), "Mamba"]
     models = {f"{family} {span}": family for family in families for span in ("[-1, 1]", "[0, 1]")}
-    models |= {"Transformer": "Transformer"}
+    models |= {"Transformer": "Transformer", "sLSTM": "sLSTM"}
     columns = {"parity": "parity", "mod. arithmetic": "arithmetic", "with brackets": "brackets"}
     label = "scaled accuracy (chance: 0); open: [0, 1]; bars: papers"
-    seeds(name, merged("formal"), models, columns, label, (3.8, 2.4))
+    seeds(name, merged("formal"), models, columns, label, (3.8, 2.6))
 
 
 def recall(name: str) -> None:
