@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fla_train.eval.intervals import Mean
-from fla_train.eval.result import EvalResult, Score
+from fla_train.eval.intervals import mean
+from fla_train.eval.result import EvalResult, Score, Value
 
 COLUMNS = "section data length metric value stderr low high documents sequences chance".split()
 DIFFERENCE = ["difference", "difference_stderr", "difference_low", "difference_high", "mark"]
@@ -48,7 +48,7 @@ def difference(result: EvalResult, score: Score, reference: EvalResult, other: S
     if documents.by_document and others.by_document:
         if (paired := paired_mean(documents, others)) is None:
             return {}
-        _, error, low, high = paired.numbers()
+        _, error, low, high = paired
         # Documents add to the loss, or to another logarithm of the number: scale to the number's unit.
         if error and paired.value and not math.isclose(paired.value, change, abs_tol=1e-9):
             error, low, high = (x * abs(change / paired.value) for x in (error, low, high))
@@ -68,7 +68,7 @@ def _documents(result: EvalResult, score: Score) -> Score:
     return result.find("perplexity", score.data, "loss", score.length) or score
 
 
-def paired_mean(score: Score, other: Score) -> Mean | None:
+def paired_mean(score: Score, other: Score) -> Value | None:
     """Return the mean difference over documents; None where they do not match.
 
     A model with a prefix token predicts one more target of each document than one without it.
@@ -76,4 +76,4 @@ def paired_mean(score: Score, other: Score) -> Mean | None:
     if len(score.by_document) != len(other.by_document) or score.weights != other.weights:
         return None
     weights = np.ones(len(score.by_document)) if score.weights is None else np.array(score.weights, float)
-    return Mean.of(np.subtract(score.by_document, other.by_document) * weights, weights)
+    return mean(np.subtract(score.by_document, other.by_document) * weights, weights)

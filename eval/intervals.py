@@ -38,51 +38,27 @@ def degrees_of_freedom(shares: np.ndarray) -> float:
     return float(np.clip(mean**2 / square, 1.0, len(h) - 1.0))  # rounding, where a share is nearly 1
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean per unit of weight over documents, with its standard error.
+def mean(sums: np.ndarray, weights: np.ndarray) -> Value:
+    """Return the mean per unit of weight over documents, with its standard error and 95% interval.
 
-    Attributes:
-        value: sum of the documents' sums by the sum of their weights.
-        stderr: jackknife error, a document left out at a time; None for one document or an infinite value.
-        freedom: degrees of freedom of `stderr`; 0 without it.
-        documents: how many have weight.
+    The error is the jackknife's, a document left out at a time. The interval is by the quantile of Student's
+    t: with the number of documents as degrees of freedom it would be too narrow where lengths differ, and
+    tests/eval/test_intervals.py measures the coverage. One document and an infinite value have neither.
+
+    Args:
+        sums: of each document, [D].
+        weights: of each document, [D]; the total is positive.
     """
-
-    value: float
-    stderr: float | None
-    freedom: float
-    documents: int
-
-    @classmethod
-    def of(cls, sums: np.ndarray, weights: np.ndarray) -> "Mean":
-        """Return the mean from each document's sum and weight, both [D]; the total weight is positive."""
-        sums, weights = np.asarray(sums, float), np.asarray(weights, float)
-        value = float(sums.sum() / weights.sum())
-        documents = int((weights > 0).sum())
-        if documents < 2 or not math.isfinite(value):
-            return cls(value, None, 0.0, documents)
-        counted = (weights > 0) | (sums != 0)
-        sums, weights = sums[counted], weights[counted]
-        left_out = (sums.sum() - sums) / (weights.sum() - weights)  # the mean without each document
-        error = math.sqrt((1 - 1 / len(sums)) * float(((left_out - value) ** 2).sum()))
-        return cls(value, error, degrees_of_freedom(weights / weights.sum()), documents)
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Return the 95% interval by the quantile of Student's t; None without `stderr`.
-
-        With the number of documents as degrees of freedom it would be too narrow where lengths differ:
-        tests/eval/test_intervals.py measures the coverage.
-        """
-        if self.stderr is None:
-            return None
-        reach = float(stdtrit(self.freedom, (1 + LEVEL) / 2)) * self.stderr
-        return self.value - reach, self.value + reach
-
-    def numbers(self) -> Value:
-        """Return value, standard error and interval."""
-        return Value(self.value, self.stderr, *(self.interval or (None, None)))
+    sums, weights = np.asarray(sums, float), np.asarray(weights, float)
+    value = float(sums.sum() / weights.sum())
+    if (weights > 0).sum() < 2 or not math.isfinite(value):
+        return Value(value)
+    counted = (weights > 0) | (sums != 0)
+    sums, weights = sums[counted], weights[counted]
+    left_out = (sums.sum() - sums) / (weights.sum() - weights)  # the mean without each document
+    error = math.sqrt((1 - 1 / len(sums)) * float(((left_out - value) ** 2).sum()))
+    reach = float(stdtrit(degrees_of_freedom(weights / weights.sum()), (1 + LEVEL) / 2)) * error
+    return Value(value, error, value - reach, value + reach)
 
 
 @dataclass(frozen=True)
@@ -97,8 +73,8 @@ class Estimate:
         targets: of each document, [D].
     """
 
-    mean: Mean
-    bits: Mean | None
+    mean: Value
+    bits: Value | None
     sequences: int
     losses: tuple[float, ...]
     targets: tuple[int, ...]
@@ -110,17 +86,17 @@ class Estimate:
         The bytes are zero where they are not known.
         """
         losses = np.divide(sums, targets, out=np.zeros(len(sums)), where=targets > 0)
-        bits = Mean.of(sums / math.log(2), sizes) if sizes.any() else None
+        bits = mean(sums / math.log(2), sizes) if sizes.any() else None
         counts = tuple(map(int, targets.tolist()))
-        return cls(Mean.of(sums, targets), bits, sequences, tuple(losses.tolist()), counts)
+        return cls(mean(sums, targets), bits, sequences, tuple(losses.tolist()), counts)
 
     def values(self) -> dict[str, Value]:
         """Return `loss`, `perplexity` and, where bytes are known, `bits_per_byte`."""
-        loss = self.mean.numbers()
+        loss = self.mean
         value, low, high = (None if x is None else perplexity(x) for x in (loss.value, loss.low, loss.high))
         error = None if loss.stderr is None else loss.stderr * value
         values = {"loss": loss, "perplexity": Value(value, error, low, high)}
-        return values | ({} if self.bits is None else {"bits_per_byte": self.bits.numbers()})
+        return values | ({} if self.bits is None else {"bits_per_byte": self.bits})
 
 
 def proportion_interval(successes: int, trials: int) -> tuple[float, float]:

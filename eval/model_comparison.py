@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 from scipy.special import stdtrit
 
 from fla_train.eval.figures import grid
-from fla_train.eval.intervals import LEVEL, Mean
+from fla_train.eval.intervals import LEVEL, mean
 from fla_train.eval.tables import markdown_table
 
 POWER = 0.8  # probability with which the smallest detectable difference is detected
@@ -45,7 +45,7 @@ def mean_table(runs: pd.DataFrame, models: pd.DataFrame) -> pd.DataFrame:
         for model in models[models.index.isin(list(values))].itertuples():
             row = {"model": model.Index, "parameters": model.parameters, "learning_rate": model.learning_rate}
             row |= {"metric": metric, "seeds": len(values[model.Index])}
-            row |= Mean.of(values[model.Index], np.ones(row["seeds"])).numbers()._asdict()
+            row |= mean(values[model.Index], np.ones(row["seeds"]))._asdict()
             rows.append(row | {"detectable_difference": least})
     return pd.DataFrame(rows)
 

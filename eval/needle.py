@@ -32,7 +32,7 @@ from fla_train.data.files import describe_files, find_files
 from fla_train.data.tokenizers import encode
 from fla_train.eval.config import NeedleConfig
 from fla_train.eval.documents import file_texts
-from fla_train.eval.intervals import Mean, proportion_interval
+from fla_train.eval.intervals import mean, proportion_interval
 from fla_train.eval.memory import in_halves
 from fla_train.eval.result import Measurements, Score
 from fla_train.eval.result_cache import Job
@@ -224,7 +224,7 @@ def _measure(
     outcomes = [of_rank[i] for i in range(len(gathered[0])) for of_rank in gathered if i < len(of_rank)]
     correct = [right for right, _ in outcomes]
     low, high = proportion_interval(sum(correct), len(correct))
-    numbers = Mean.of(np.array(correct), np.ones(len(correct))).numbers()._replace(low=low, high=high)
+    numbers = mean(np.array(correct), np.ones(len(correct)))._replace(low=low, high=high)
     score = Score(
         "needle",
         f"{task}/{prompt}",

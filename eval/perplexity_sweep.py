@@ -135,7 +135,8 @@ def _measure(
 def _scores(name: str, estimates: dict[int, Estimate], fingerprint: str) -> Iterator[Score]:
     """Yield loss, perplexity and bits per byte for each context length of `estimates`."""
     for length, estimate in estimates.items():
-        facts = {"length": length, "documents": estimate.mean.documents, "sequences": estimate.sequences}
+        documents = sum(count > 0 for count in estimate.targets)
+        facts = {"length": length, "documents": documents, "sequences": estimate.sequences}
         facts |= {"higher_is_better": False, "fingerprint": fingerprint}
         # The documents of the loss also serve to compare perplexities and bits per byte.
         by_document = {"by_document": list(estimate.losses), "weights": list(estimate.targets)}

@@ -52,7 +52,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
     `max_position_embeddings` alone does not decide, since rotary models declare it but have no limit. A model
     has a limit if it holds a table with a row for each of these positions: an embedding besides that of the
-    tokens (GPT-2, OPT, BERT), or a fixed buffer (CTRL, GPT-J). MPT builds attention biases for `max_seq_len`
+    tokens (GPT-2, OPT), or a fixed buffer (CTRL, GPT-J). MPT builds attention biases for `max_seq_len`
     tokens.
     """
     if model.config.model_type == "mpt":
@@ -64,9 +64,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not tokens:
             if 0 <= module.num_embeddings - declared <= SKIPPED_ROWS:
-                # RoBERTa counts positions from the row after that of the padding.
-                before = 0 if module.padding_idx is None else module.padding_idx + 1
-                return min(declared, module.num_embeddings - before)
+                return declared
         elif any(buffer.dim() == 2 and len(buffer) == declared for buffer in module.buffers(recurse=False)):
             return declared
     return None

@@ -9,7 +9,7 @@ import pytest
 
 from fla_train.cli.eval import compare
 from fla_train.eval.compare import long_table
-from fla_train.eval.intervals import Mean
+from fla_train.eval.intervals import mean
 from fla_train.eval.result import Curve, EvalResult, Score, find_result
 
 LOSSES = {"first": [3.0, 2.0, 4.0, 3.5], "second": [2.6, 1.7, 3.4, 3.3]}
@@ -20,7 +20,7 @@ ENVIRONMENT = {"hardware": "abacus", "dtype": "float32", "packages": {"torch": "
 def result(name: str, losses: list[float] | None = None, **changes: object) -> EvalResult:
     """An evaluation of one set at two lengths, with needles and tasks."""
     losses = losses or LOSSES[name]
-    mean = Mean.of(np.array(losses) * TARGETS, np.array(TARGETS))
+    loss, error, *_ = mean(np.array(losses) * TARGETS, np.array(TARGETS))
     found = EvalResult(
         name=name, suite={"name": "all", "tasks": []}, environment=ENVIRONMENT, trained_length=64
     )
@@ -28,8 +28,8 @@ def result(name: str, losses: list[float] | None = None, **changes: object) -> E
         common = {"length": length, "documents": 4, "higher_is_better": False, "fingerprint": "f"} | changes
         documents = {"by_document": losses, "weights": TARGETS}
         found.scores += [
-            Score("perplexity", "web", "loss", mean.value, stderr=mean.stderr, **common, **documents),
-            Score("perplexity", "web", "perplexity", math.exp(mean.value), **common),
+            Score("perplexity", "web", "loss", loss, stderr=error, **common, **documents),
+            Score("perplexity", "web", "perplexity", math.exp(loss), **common),
         ]
     common = {"documents": 9, "higher_is_better": True}
     found.scores += [
@@ -49,7 +49,7 @@ def rows(*results: EvalResult) -> dict[tuple, pd.Series]:
 
 def test_differences_are_paired_by_document() -> None:
     found = rows(result("first"), result("second"))
-    paired = Mean.of(np.subtract(LOSSES["second"], LOSSES["first"]) * TARGETS, np.array(TARGETS))
+    paired = mean(np.subtract(LOSSES["second"], LOSSES["first"]) * TARGETS, np.array(TARGETS))
     loss, ppl = found["web", "loss"], found["web", "perplexity"]
     assert loss.difference == pytest.approx(paired.value)
     assert loss.difference_stderr == pytest.approx(paired.stderr)
@@ -60,7 +60,7 @@ def test_differences_are_paired_by_document() -> None:
     assert found["piqa", "acc"].difference_stderr == pytest.approx(math.hypot(0.01, 0.01))
     assert found["piqa", "acc"].mark == "▲" and found["riddles", "score"].mark == ""  # no direction
     assert rows(result("second"), result("second", LOSSES["first"]))["web", "loss"].mark == "▼"
-    assert (loss.difference_low, loss.difference_high) == pytest.approx(paired.interval)
+    assert (loss.difference_low, loss.difference_high) == pytest.approx(paired[2:])
 
 
 @pytest.mark.parametrize("changes", [{"fingerprint": "g"}, {"length": 32}])
