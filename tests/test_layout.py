@@ -24,7 +24,7 @@ ARROWS = {
     "training": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "eval": {"data", "tasks", "hub", "models", "kernels", "configs", "utils"},
     "run": {"training", "data", "tasks", "hub", "models", "kernels", "configs", "utils"},
-    "bench": {"run", "training", "eval", "data", "tasks", "models", "kernels", "utils"},
+    "bench": {"run", "training", "eval", "data", "tasks", "hub", "models", "kernels", "utils"},
     "cli": {
         *("api", "bench", "run", "training", "eval", "data", "tasks", "hub", "models"),
         *("kernels", "configs", "utils"),

@@ -5,6 +5,7 @@ from importlib import import_module
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from fla_train.hub.formats.fla import from_ours
 from fla_train.models.build import build_model, build_model_config
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import count_parameters, flops_per_token
@@ -52,20 +53,10 @@ def _llama(config: TrainConfig) -> PreTrainedModel:
 def _fla(config: TrainConfig) -> PreTrainedModel:
     """Return flash-linear-attention's model of the same recurrence and parameters."""
     ours = DeltaProductConfig.from_node(config.model)
-    gated, several = ours.use_forget_gate, ours.num_householder > 1
-    name = "GatedDeltaProduct" if several else "GatedDeltaNet" if gated else "DeltaNet"
-    names = "vocab_size hidden_size num_hidden_layers num_heads intermediate_size".split()
-    settings = {"max_position_embeddings": config.trainer.seq_len}
-    if gated or several:
-        names.append("head_dim")
-        settings["expand_v"] = ours.head_v_dim / ours.head_dim
-    if several:
-        names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
-    else:
-        settings["use_gate"] = ours.use_output_gate
-    settings |= {key: getattr(ours, key) for key in names}
-    models = import_module("fla.models")
-    return getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**settings))
+    ours.max_position_embeddings = config.trainer.seq_len
+    content, _ = from_ours(ours, {})
+    models, name = import_module("fla.models"), content["architectures"][0].removesuffix("ForCausalLM")
+    return getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config").from_dict(content))
 
 
 MODELS = {"ours": _ours, "transformer": _transformer, "llama": _llama, "fla": _fla}

@@ -1,10 +1,9 @@
 """`fla-bench precompile`: fill a folder with the compiled kernels of a training run, for containers.
 
-A run of two steps on synthetic text compiles the same kernels as the real run: those of the operator's check,
+A run of two steps on a little text compiles the same kernels as the real run: those of the operator's check,
 of steps with and without statistics, of validation, and of the export's check.
 """
 
-import json
 import os
 import time
 from argparse import Namespace
@@ -69,13 +68,10 @@ def _short(config: TrainConfig, scratch: Path) -> list[str]:
 
 
 def _short_text(config: TrainConfig, scratch: Path) -> DataConfig:
-    """Write a short text to `scratch`, and return settings that read it in rows like those of the run."""
-    text = "one two three " * (config.trainer.seq_len // 10)
-    lines = (json.dumps({"text": f"{number} {text}"}) for number in range(40))
-    (scratch / "text.jsonl").write_text("\n".join(lines) + "\n")
+    """Return settings that read Python's standard library in rows like those of the run."""
     return DataConfig(
-        source="local",
-        path=str(scratch / "text.jsonl"),
+        source="stdlib",
+        max_tokens=max(1 << 20, 64 * config.trainer.seq_len),
         cache_dir=str(scratch / "data"),
         validation_fraction=0.5,
         document_boundaries=config.data.document_boundaries,
