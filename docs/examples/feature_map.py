@@ -1,6 +1,6 @@
 """Feature maps and norms of queries and keys, the ablation of arXiv 2406.06484, table 2.
 
-    k = y / |y|_p with y = phi(conv(W x)), and q likewise;  phi: SiLU, ReLU or 1 + ELU;  p: 1 or 2
+    k = y / |y|_p,    y = phi(conv(W x)),    phi: SiLU, ReLU or 1 + ELU,    p: 1 or 2
 
 The kernel of the convolution ends in a SiLU. Because silu(y) - silu(-y) = y, a second call with negated
 weights removes it. Values keep theirs. The mixer needs `use_short_conv`.

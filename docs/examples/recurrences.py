@@ -14,7 +14,8 @@
 
 The block adds a residual and an MLP, where the paper's full matrix has only a linear decoder.
 
-    fla-train experiment=formal/parity scale=cpu model.mixer=recurrences:SLSTM
+    fla-train experiment=formal/parity scale=cpu model.mixer=recurrences:SLSTM trainer.max_steps=600 \\
+        optimizer.lr=3e-3 'task.curriculum=[[6,150],[12,100],[24,100]]'
 """
 
 import torch
