@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from fla_train.models.carried_states import CONV, RECURRENT, CarriedStates, StateKey
 from fla_train.models.configuration import DeltaProductConfig
@@ -67,18 +66,3 @@ def carried_passes(model: DeltaProductForCausalLM, parts: Sequence[Tensor]) -> l
         logits.append(model(part, states=CarriedStates(start, end, model.config.num_hidden_layers)).logits)
         start = end
     return logits
-
-
-def cache_tensors(cache: Cache) -> list[Tensor]:
-    """Return the tensors of a cache, layer by layer: convolution inputs and state, or keys and values."""
-    held: list[Tensor | None] = []
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer):
-            held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        else:
-            held += [layer.keys, layer.values]
-    return [tensor for tensor in held if tensor is not None]
-
-
-def cache_bytes(cache: Cache) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache))

@@ -18,15 +18,20 @@ from fla_train.training.run_folder import RunFolder
 from fla_train.utils.records import read_metrics
 
 
-def write(path: Path, steps: range) -> None:
-    path.write_text(
-        "".join(json.dumps({"step": s, "tokens": 8 * s, "loss": 5 - 0.1 * s}) + "\n" for s in steps)
-    )
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand in for the package, whose `init` tests replace."""
+    package = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
 
 
-def test_a_wandb_run_keeps_its_id_over_a_resume(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def config(make_config: Callable[..., TrainConfig]) -> TrainConfig:
+    return make_config("logger=default", "logger.wandb.mode=online")
+
+
+def test_a_wandb_run_keeps_its_id_over_a_resume(config: TrainConfig, wandb: SimpleNamespace, tmp_path: Path):
     runs: list[dict] = []
     logged: list[tuple[int, dict]] = []
 
@@ -38,9 +43,7 @@ def test_a_wandb_run_keeps_its_id_over_a_resume(
             finish=lambda: None,
         )
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    config = make_config("logger=default", "logger.wandb.mode=online")
-    state = TrainState()
+    wandb.init, state = init, TrainState()
     for sink in open_sinks(config, RunFolder(tmp_path), state, print):
         sink.write({"step": 1, "tokens": 8, "loss": 2.0, "grad_norm": None})
         sink.close()
@@ -51,10 +54,7 @@ def test_a_wandb_run_keeps_its_id_over_a_resume(
 
 
 def test_a_run_does_not_need_wandb(
-    make_config: Callable[..., TrainConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    config: TrainConfig, wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     class Down(Exception):
         """Stand for any exception of the package."""
@@ -67,9 +67,8 @@ def test_a_run_does_not_need_wandb(
     def init(**settings: object) -> None:
         raise raised[-1]("connection\nrefused")
 
-    errors = SimpleNamespace(UsageError=Refused, AuthenticationError=Refused)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
-    config, folder = make_config("logger=default", "logger.wandb.mode=online"), RunFolder(tmp_path)
+    wandb.init, wandb.errors = init, SimpleNamespace(UsageError=Refused, AuthenticationError=Refused)
+    folder = RunFolder(tmp_path)
     for failure, state in (
         (Down, TrainState()),
         (Down, TrainState(step=3, wandb_id="begun")),
@@ -86,17 +85,13 @@ def test_a_run_does_not_need_wandb(
 
 
 def test_nothing_that_a_view_raises_ends_a_run(
-    make_config: Callable[..., TrainConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    config: TrainConfig, wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     def gone(*arguments: object, **options: object) -> None:
         raise RuntimeError("the service is gone")
 
     run = SimpleNamespace(id="fresh", log=gone, finish=gone)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
-    config = make_config("logger=default", "logger.wandb.mode=online")
+    wandb.init = lambda **settings: run
     logger = RunLogger(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
     for step in (1, 2):
         logger.record({"step": step, "loss": 1.0})
@@ -107,15 +102,11 @@ def test_nothing_that_a_view_raises_ends_a_run(
 
 
 def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_views_go_on(
-    make_config: Callable[..., TrainConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    config: TrainConfig, wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     shown: list[int] = []
     view = SimpleNamespace(id="fresh", log=lambda values, step: shown.append(step), finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: view))
-    config, path = make_config("logger=default", "logger.wandb.mode=online"), tmp_path / "metrics.jsonl"
+    wandb.init, path = lambda **settings: view, tmp_path / "metrics.jsonl"
     logger = RunLogger(config, RunFolder(tmp_path), TrainState(), io.StringIO(), rank=0)
     logger.record({"step": 1, "loss": 1.0})
     with file_size_limit(path.stat().st_size + 5):

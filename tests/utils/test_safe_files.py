@@ -19,13 +19,11 @@ HOSTILE = {
     "twice.yaml": "a: 1\nb: {c: 1, c: 2}",
     "list.yaml": "[1, 2]",
     "empty.yaml": "",
-    "cut.yaml": "a: [1",
     "large.yaml": "a: " + "b" * LARGEST_YAML,
     "deep.json": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
     "rather_deep.json": '{"a":' + "[" * 80 + "]" * 80 + "}",
     "digits.json": '{"a":' + "9" * 5000 + "}",
     "list.json": "[]",
-    "number.json": "1",
     "cut.json": '{"a": 1',
     "latin1.json": b'{"a": "\xe4"}',
 }
