@@ -65,16 +65,18 @@ def test_language_models_have_equal_sizes() -> None:
     assert len(counts) > 6 and max(counts.values()) < 1.06 * min(counts.values()), counts
 
 
+def finish(run: Path, metric: str, value: float) -> None:
+    """Write the files of a run whose last test gave `value`."""
+    run.mkdir(parents=True)
+    records = [{"step": 5, metric: 0.1}, {"step": 9, metric: value}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "environment.json").write_text('{"hardware": "an abacus", "commit": null}')
+
+
 def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
     for seed, value in enumerate((0.5, 1.0, 0.9)):
         run = tmp_path / "state_tracking" / "DeltaProduct_2_-1_1" / "S3" / f"seed-{seed}"
-        run.mkdir(parents=True)
-        records = [
-            {"step": 5, "longer/sequence_accuracy": 0.1},
-            {"step": 9, "longer/sequence_accuracy": value},
-        ]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        (run / "environment.json").write_text('{"hardware": "an abacus", "commit": null}')
+        finish(run, "longer/sequence_accuracy", value)
         curve = {"x": [2, 4, 8], "y": [1, value, 0.25]}
         (run / "accuracy.json").write_text(json.dumps({"step": 9, "sets": {"longer": curve}}))
     expressivity.main(["table", str(tmp_path)])
@@ -86,6 +88,18 @@ def test_finished_runs_fill_the_table(tmp_path: Path) -> None:
         "S3"
     ]
     assert [test["value"] for test in cell] == [0.5, 1.0, 0.9]
+
+
+def test_the_mean_of_a_column_is_over_the_rows_it_has(tmp_path: Path) -> None:
+    runs = [name for name, _ in expressivity.runs(seeds=[0]) if name.startswith("mad_sizes/")]
+    memorization = [name for name in runs if "/memorization/" in name]
+    for number, name in enumerate([*memorization, next(name for name in runs if "/compression/" in name)]):
+        finish(tmp_path / name, "test/accuracy", number / 10)
+    expressivity.main(["table", str(tmp_path)])
+    (row,) = (
+        line for line in (tmp_path / "tables.md").read_text().splitlines() if line.startswith("| mean |")
+    )
+    assert len(memorization) == 6 and "| 0.422 |  |" in row and "| 0.528 | 0.250 |" in row, row
 
 
 @pytest.mark.long

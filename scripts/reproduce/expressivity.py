@@ -133,6 +133,15 @@ def published(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value or "")
 
 
+def means(table: Mapping[str, Any], scores: Mapping[str, Mapping[str, list]]) -> Iterator[str]:
+    """Yield for each column the published mean of its rows, and ours of their best seeds if all were run."""
+    for value, column in zip(table["mean"], table["columns"], strict=True):
+        yield published(value)
+        rows = [row for row, content in table["rows"].items() if column in content.get("columns", [column])]
+        best = [max((test["value"] for test in scores[row][column]), default=None) for row in rows]
+        yield "" if None in best else f"{statistics.mean(best):.3f}"
+
+
 def markdown(scores: Mapping[str, Mapping[str, Mapping[str, list]]]) -> str:
     """Return one Markdown table for each of the papers' that has a tested run."""
     lines = ["Best of the seeds (median; worst). `yes` and `no`: the paper gives only a figure."]
@@ -150,6 +159,8 @@ def markdown(scores: Mapping[str, Mapping[str, Mapping[str, list]]]) -> str:
             ]
             if any(cells):
                 lines.append(f"| {row} | {' | '.join(cells)} |")
+        if "mean" in table:
+            lines.append(f"| mean | {' | '.join(means(table, scores[name]))} |")
     return "\n".join(lines) + "\n"
 
 
