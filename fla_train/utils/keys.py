@@ -19,7 +19,7 @@ from dataclasses import field, fields, is_dataclass
 from functools import cache
 from inspect import formatannotation
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 AUTO = "auto"
 # OmegaConf's mark of a value to be given, not imported because exported models have a copy of this file.
@@ -128,7 +128,7 @@ def type_errors(name: str, value: Any, annotation: Any) -> list[str]:
 def fits(value: Any, annotation: Any) -> bool:
     """Return whether a value of JSON or YAML is of a type. Booleans are not numbers; lists may be tuples."""
     origin, types = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, UnionType):
+    if origin in (UnionType, Union):  # the type of Optional[VALUE] is Union
         return any(fits(value, each) for each in types)
     if origin is tuple:
         return isinstance(value, list | tuple) and len(value) == len(types) and all(map(fits, value, types))
