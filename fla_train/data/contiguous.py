@@ -39,8 +39,9 @@ class ContiguousDataset:
             self._row_in_dataset[chosen] = np.arange(count)
             self._row_lengths[number] = len(dataset) // count if count else 0
             if not self._row_lengths[number]:
-                short = f"data.contiguous: {len(dataset)} sequences of {dataset.folder} for {count} rows"
-                raise ValueError(f"{short}: lower trainer.global_batch_tokens or trainer.seq_len")
+                counts = f"{len(dataset)} sequences of {dataset.folder} for {count} of {rows} rows"
+                remedy = f"{'lower' if count else 'raise'} trainer.global_batch_tokens"
+                raise ValueError(f"data.contiguous: {counts}: {remedy}")
 
     def __len__(self) -> int:
         """Return the number of sequences until one dataset was read once, except a rest below its rows."""

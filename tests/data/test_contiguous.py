@@ -1,6 +1,7 @@
 """Contiguous order: what rows read over steps, against the text on disk."""
 
 import numpy as np
+import pytest
 import torch
 
 from fla_train.data.open_dataset import open_contiguous
@@ -66,6 +67,8 @@ def test_no_document_continues_with_another(prepared):
 
 def test_rows_of_a_mixture_keep_to_their_part(mixture):  # noqa: F811
     prepared = quiet(mixture)
+    with pytest.raises(ValueError, match=r"\braise .*global_batch_tokens"):  # a corpus gets none of two rows
+        open_contiguous(prepared.folder, 16, 1, 2, document_boundaries=False)
     data = open_contiguous(prepared.folder, 16, 1, 10, document_boundaries=False)
     corpora = np.array([data.locate(np.arange(10 * step, 10 * step + 10))[0] for step in range(40)])
     assert (corpora == corpora[0]).all()
