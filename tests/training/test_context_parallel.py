@@ -1,7 +1,5 @@
 """Context parallelism: ranks that share sequences compute what one process with whole sequences does."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,9 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.config import TrainConfig
 from fla_train.training.process_group import RankMesh, join
 from fla_train.training.run_data import split_batch
 
-Make = Callable[..., TrainConfig]
 ROWS, LENGTH = 2, 24
 LAYOUTS = {  # where documents begin in each of the rows; None: they are not packed
     "rows": None,

@@ -10,8 +10,6 @@ import fla_train
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import load_tokenizer
 
-DOCS = Path(__file__).parents[2] / "docs"
-
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
