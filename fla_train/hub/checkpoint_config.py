@@ -101,10 +101,10 @@ def config_content(source: Path | str) -> dict[str, Any]:
 
 def _file(source: Path | str, name: str, commit: str | None = None) -> Path:
     """Return the path of a checkpoint's file. Raises `OSError` without the file or the network."""
-    if isinstance(source, Path):
-        if not (source / name).is_file():
+    if Path(source).is_dir():  # also where a config has its folder as text
+        if not Path(source, name).is_file():
             raise FileNotFoundError(f"{source} has no {name}")
-        return source / name
+        return Path(source, name)
     from transformers.utils import cached_file
 
     with hub_or_cache():
