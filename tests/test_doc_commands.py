@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from fla_train.api import check_suite
@@ -97,21 +96,6 @@ def in_a_folder_with_a_run(folder_with_a_run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def jobs(overrides: list[str]) -> Iterator[list[str]]:
-    """Yield the overrides of each job of a sweep; without `-m` there is one."""
-    if "-m" not in overrides:
-        yield overrides
-        return
-    plain = [override for override in overrides if override != "-m"]
-    parsed = OverridesParser.create().parse_overrides(plain)
-    lengths = [len(list(o.sweep_iterator())) if o.is_sweep_override() else 1 for o in parsed]
-    for job in range(max(lengths)):
-        yield [
-            f"{o.input_line.split('=')[0]}={list(o.sweep_iterator())[job % n]}" if n > 1 else o.input_line
-            for o, n in zip(parsed, lengths, strict=True)
-        ]
-
-
 def check(words: list[str]) -> None:
     """Raise the error that the program would print before it starts its work."""
     match words:
@@ -121,7 +105,8 @@ def check(words: list[str]) -> None:
             if "--config-dir" in overrides:
                 at = overrides.index("--config-dir")
                 options, overrides = overrides[at : at + 2], [*overrides[:at], *overrides[at + 2 :]]
-            for job in jobs(overrides):
+            plain = [text for text in overrides if text != "-m"]
+            for job in app.sweep_jobs(plain) if "-m" in overrides else [plain]:
                 given, written = {"config_dir": options[1]}, quote_values("train", job)
                 config = to_config(app.compose("train", with_base(written, **given), **given))
                 resolve(config)
