@@ -43,6 +43,7 @@ class CarriedStates:
     def __init__(self, start: Mapping[StateKey, Tensor], end: Mapping[StateKey, Tensor], layers: int) -> None:
         self.layers = [LayerStates(start, layer) for layer in range(layers)]
         self.rows = len(next(iter(end.values())))
+        self.carries_inputs = any(key.kind == CONV for key in end)  # of convolutions
         self._end = end
 
     def update_recurrent_state(self, state: Tensor, layer_index: int, state_idx: int = 0) -> None:

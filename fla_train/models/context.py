@@ -83,9 +83,10 @@ class SequenceContext(MovableTensors):
             if states is not None:
                 by_row = documents.view(states.rows, -1)
                 layout |= {"first_documents": by_row[:, 0], "last_documents": by_row[:, -1]}
-                # A row's first document may have begun before it, and then its convolution's inputs did.
-                first = (by_row == by_row[:, :1]).flatten()
-                in_document = torch.where(first, in_document + config.conv_size - 1, in_document)
+                if states.carries_inputs:
+                    # A row's first document may have begun before it, and then its convolution's inputs did.
+                    first = (by_row == by_row[:, :1]).flatten()
+                    in_document = torch.where(first, in_document + config.conv_size - 1, in_document)
             layout["position_in_document"] = in_document
         layer_masks = attention_mask
         if not isinstance(layer_masks, dict):

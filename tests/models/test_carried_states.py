@@ -59,6 +59,11 @@ def test_packed_documents_continue_over_passes(build, text: Tensor, variant: str
         logits.append(found.view(ROWS, LENGTH, -1))
         start = end
     torch.testing.assert_close(torch.cat(logits, dim=1), torch.stack(expected), **EXACT)
+    # Without inputs of convolutions, zero states change nothing: no row reads the end of the one before.
+    zero = {key: state for key, state in zero_states(model, ROWS).items() if key.kind == RECURRENT}
+    states = CarriedStates(zero, {key: torch.empty_like(state) for key, state in zero.items()}, 2)
+    found, alone = (model(ids, cu_seqlens=torch.tensor(line), states=x).logits for x in (states, None))
+    torch.testing.assert_close(found, alone, **EXACT)
 
 
 @torch.no_grad()
