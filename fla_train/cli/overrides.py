@@ -26,6 +26,7 @@ from fla_train.utils.overrides import flatten, quote
 GROUPS = ("experiment", "scale", "recipe", "debug")  # groups without a key
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL)
 FRAGMENTS = ("model/batch", "model/size", "model/variant", "model/zoo")  # other options are composed of these
+HYDRA = "nothing reads Hydra's settings: run.dir=DIR is the folder, -m sweeps, run.job=N is a job of a sweep"
 
 
 def repository(config_dir: str | None = None) -> ConfigRepository:
@@ -125,8 +126,11 @@ def override_errors(
 
 
 def addition_errors(repo: ConfigRepository, config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return an error for each `+KEY=VALUE` whose key the schema lacks: Hydra adds such keys silently."""
-    added = [text for text in overrides if text.startswith("+")]
+    """Return an error for each override that Hydra takes and nothing reads.
+
+    These are `+KEY=VALUE` whose key the schema lacks, and Hydra's own settings.
+    """
+    added = [text for text in overrides if text.startswith(("+", "hydra"))]
     errors = {text: key_error(repo, config, text.lstrip("+").partition("=")[0]) for text in added}
     return [f"{text}: {error}" for text, error in errors.items() if error]
 
@@ -161,8 +165,8 @@ def key_error(repo: ConfigRepository, config: DictConfig, key: str) -> str | Non
     group = key.split(".")[0]
     node = OmegaConf.select(config, parent, throw_on_resolution_failure=False) if parent else config
     schema = OmegaConf.get_type(node)
-    if group == "hydra":
-        return None
+    if key.startswith("hydra"):
+        return None if key == "hydra.searchpath" else HYDRA
     if is_dataclass(schema) and name in {field.name for field in fields(schema)}:
         return None
     if key in GROUPS:

@@ -29,6 +29,7 @@ WRONG = {
     "fla-train -m seed=1,2 optimizer.lr=x,1 trainer.max_step=3": ["optimizer.lr=x", "trainer.max_steps"],
     "fla-train -m seed=1,2 x": ["KEY=VALUE"],
     "fla-train experiment=mad/any scale=cpu": ["paper, fast"],
+    "fla-train -m seed=1,2 hydra/launcher=basic hydra.a=1 optimizer.lr=x": ["run.job", "run.dir", "lr=x"],
     "fla-train --experimental-rerun x.pickle": ["pickle"],
     f"fla-eval {ROOT}": [f"checkpoint={ROOT}"],
     "fla-eval suite.nonsense=1 suite.perplexity.bucket=wide": ["suite.nonsense", "suite.perplexity.bucket"],
