@@ -215,7 +215,13 @@ def run_hydra(
         if extend is not None:
             overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
         jobs = sweep_jobs(overrides) if flags.multirun else [overrides]
-    configs = [compose(config_name, job, config_dir=config_dir) for job in jobs]
+    configs, errors = [], dict[str, None]()  # each line once, in order
+    for job in jobs:
+        try:
+            configs.append(compose(config_name, job, config_dir=config_dir))
+        except ValueError as error:
+            errors |= dict.fromkeys(str(error).split("\n  "))
+    require_none([*errors])
     if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info or flags.resolve:
         sys.argv[1:] = [*flag_words, *overrides]  # Hydra rejects overrides on both sides of flags
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them

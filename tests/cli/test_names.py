@@ -26,7 +26,7 @@ WRONG = {
     "fla-train model=hf/llama/tiny model.num_heads=3": ["model.config.FIELD"],
     "fla-train seed=1,2 seed": ["multirun", "KEY=VALUE"],
     "fla-train -m experiment=demo,dem": ["did you mean demo"],
-    "fla-train -m seed=1,2 optimizer.lr=x,1 trainer.max_step=3": ["optimizer.lr=x", "trainer.max_steps"],
+    "fla-train -m optimizer.lr=1,x trainer.max_step=3 seed=1,y": ["max_steps", "seed=y", "lr=x"],
     "fla-train -m seed=1,2 x": ["KEY=VALUE"],
     "fla-train experiment=mad/any scale=cpu": ["paper, fast"],
     "fla-train -m seed=1,2 hydra/launcher=basic hydra.a=1 optimizer.lr=x": ["run.job", "run.dir", "lr=x"],
