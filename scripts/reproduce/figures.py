@@ -28,7 +28,8 @@ COLORS = {"n_h = 1": family_color("DeltaNet"), "n_h = 2": "#7fbfe5", "n_h = 3": 
 COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "5 layers": "#00543d"}
 COLORS |= {"4 layers": family_color("DeltaNet"), "n_h = 4, [0, 1]": "#00335c"}
 LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
-LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "DeltaNet + sliding windows", "RetNet"), "--")
+LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "RetNet"), "--")
+LINES |= dict.fromkeys(("DeltaNet + sliding windows", "Gated DeltaNet + sliding windows"), "--")
 LINES |= dict.fromkeys(("Transformer++ with QK-norm", "Gated DeltaNet hybrid, 3:1", "n_h = 4, [0, 1]"), ":")
 LINES |= dict.fromkeys(("DeltaNet: passing", "Gated DeltaProduct, n_h = 2: passing"), "--")
 LINES |= dict.fromkeys(("DeltaNet: contiguous", "Gated DeltaProduct, n_h = 2: contiguous"), ":")
@@ -351,7 +352,7 @@ def learning_rates(name: str) -> None:
         if run["complete"] and run.get("difference") in (None, "Muon in batches"):
             rates = losses.setdefault(run["model"], {})
             rates.setdefault(run["learning_rate"], []).append(run["validation_loss"])
-    with figure(name, (3.8, 3.2)) as (panel,):
+    with figure(name, (4.4, 3.4)) as (panel,):
         for model, rates in losses.items():
             if len(rates) > 1 and "[0, 1]" not in model:
                 points = sorted(rates.items())
