@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import hydra
@@ -19,6 +20,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -178,12 +180,24 @@ class Job:
     swept: Sequence[str] | None = None
 
 
-def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep: all combinations of the values, the last one fastest."""
+def sweep_jobs(overrides: Sequence[str], config_dir: str | None = None) -> list[list[str]]:
+    """Return the overrides of each job of a sweep: all combinations of the values, the last one fastest.
+
+    Raises:
+        ValueError: there is no job, or a value stands for a continuous range.
+    """
     if invalid := [text for text in overrides if not parse_all([text])]:  # composing says why
         return [invalid]
-    (jobs,) = BasicSweeper.split_arguments(parse_all(overrides), max_batch_size=None)
-    return [list(job) for job in jobs]
+    parsed, repo = parse_all(overrides), repository(config_dir)
+    for override in parsed:  # `glob(delta_net/*)` asks for the options of the group
+        override.config_loader = SimpleNamespace(get_group_options=lambda group, **_: options(repo, group))
+    try:
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as failure:
+        raise ValueError(one_line(failure)) from failure
+    if not jobs:
+        raise ValueError("this sweep has no job: a range(...) or glob(...) is empty")
+    return jobs
 
 
 @plain_errors()
@@ -205,6 +219,8 @@ def run_hydra(
     config_name = flags.config_name or config_name
     if flags.experimental_rerun:
         raise ValueError("--experimental-rerun loads a pickle, which may run code: repeat the overrides")
+    if flags.config_path:
+        raise ValueError("--config-path would replace all configs: add a folder to them with --config-dir")
     register()
     if flags.help:
         print(help_text(config_name, overrides, config_dir))
@@ -214,7 +230,7 @@ def run_hydra(
         overrides = quote_values(config_name, overrides, sweep=flags.multirun)
         if extend is not None:
             overrides = extend(overrides, sweep=flags.multirun, config_dir=config_dir)
-        jobs = sweep_jobs(overrides) if flags.multirun else [overrides]
+        jobs = sweep_jobs(overrides, config_dir) if flags.multirun else [overrides]
     configs, errors = [], dict[str, None]()  # each line once, in order
     for job in jobs:
         try:
@@ -225,7 +241,11 @@ def run_hydra(
     if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info or flags.resolve:
         sys.argv[1:] = [*flag_words, *overrides]  # Hydra rejects overrides on both sides of flags
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-        hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)(task)()
+        main = hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)
+        try:
+            main(task)()
+        except Exception as failure:
+            raise ValueError(one_line(failure)) from failure
         return
 
     differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]

@@ -30,6 +30,8 @@ WRONG = {
     "fla-train -m seed=1,2 x": ["KEY=VALUE"],
     "fla-train experiment=mad/any scale=cpu": ["paper, fast"],
     "fla-train -m seed=1,2 hydra/launcher=basic hydra.a=1 optimizer.lr=x": ["run.job", "run.dir", "lr=x"],
+    "fla-train -m model=glob(nothing/*)": ["glob"],
+    "fla-train --config-path x": ["--config-dir"],
     "fla-train --experimental-rerun x.pickle": ["pickle"],
     f"fla-eval {ROOT}": [f"checkpoint={ROOT}"],
     "fla-eval suite.nonsense=1 suite.perplexity.bucket=wide": ["suite.nonsense", "suite.perplexity.bucket"],
@@ -82,6 +84,9 @@ def test_options_of_the_users_folder(run_command, tmp_path: Path) -> None:
     code, out, _ = run_command(*words, "experiment=mine", "scale=cpu", "trainer.log_every=4", "--cfg", "job")
     config = OmegaConf.create(out)
     assert (code, config.seed, config.trainer.max_steps, config.trainer.log_every) == (0, 3, 7, 4)
+    jobs = app.sweep_jobs(["experiment=glob(min*)", "model=glob(delta_net/*)"], str(tmp_path))
+    assert [job[0] for job in jobs] == ["experiment=mine"] * 3
+    assert {job[1] for job in jobs} == {f"model=delta_net/{size}" for size in ("tiny", "340m", "1.3b")}
     assert "did you mean mine" in run_command(*words, "experiment=mien")[2]
     assert "trainer.max_step" in run_command(*words, "experiment=broken")[2]
 
