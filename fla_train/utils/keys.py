@@ -153,7 +153,7 @@ def _value_errors(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterato
     """Yield the errors of a value of key `name`, or of each value in a list or mapping."""
     limits = {limit: metadata[limit] for limit in LIMITS if limit in metadata}
     choices, classes, word = metadata.get("choices", ()), metadata.get("classes"), metadata.get("word", AUTO)
-    if value in ([], (), {}) and metadata.get("nonempty"):
+    if metadata.get("nonempty") and value in ([], (), {}):
         yield f"{name} is empty: give at least one value"
     elif value in (None, "") and "required" in metadata:
         yield f"{name} must be set: {metadata['required']}"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import numpy as np
 import pytest
 
 from fla_train.utils.keys import find_errors, key
@@ -27,7 +28,7 @@ class Root:
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        ("rate", (0.5, 0.01), (0, 1, 1.0, "0.5", True, None, float("nan"))),
+        ("rate", (0.5, 0.01, np.float64(0.5)), (0, 1, 1.0, "0.5", True, None, float("nan"))),
         ("size", (1, "first"), (0, 1.5, "auto", True)),
         ("lengths", ([1, 2], (3,)), ([], (), [0], [1.0], 3, [True], None)),
         ("mode", ("b",), ("c", 1, ["a"])),
