@@ -11,6 +11,7 @@ import pytest
 import torch
 from warm_ranks import TWO_RANKS, WarmRanks
 
+from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.config import TrainConfig
@@ -75,8 +76,9 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
     statistics, values = Statistics(), {}
     statistics.attach(trainer)
     ids = torch.arange(24).view(2, 12)
-    statistics.before_step(1, [])
-    model(input_ids=ids)
+    batch = pack(ids, [[], []]) if gated else Batch(ids, ids)
+    statistics.before_step(1, [batch])
+    model(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens)
     model(input_ids=ids.flip(0))  # a second micro-batch changes nothing
     partitions[0].add_(3.0)
     partitions[1].sub_(1.0)

@@ -26,6 +26,7 @@ class Statistics(Callback):
         if not self._active:
             return
         self._gates: dict[str, Tensor] = {}
+        self._length = micro_batches[0].max_length_q  # of a sequence in a packed row
         self._before = [master.detach().clone() for master in self._masters()]
         mixers = [module for module in self.trainer.model.modules() if hasattr(module, "gates")]
         self._hooks = [
@@ -61,7 +62,7 @@ class Statistics(Callback):
         def observe(mixer: nn.Module, arguments: tuple) -> None:
             # Selective checkpointing needs the same products when it recomputes a layer. So they are always
             # computed, and only the results of a recomputation and of later micro-batches are dropped.
-            beta, g = mixer.gates(arguments[0][:1])
+            beta, g = mixer.gates(arguments[0][:1, : self._length])
             values = {"beta": beta.mean(), "beta_above_1": (beta > 1).float().mean()}
             if g is not None:
                 values["decay"] = g.exp().mean()
