@@ -11,6 +11,7 @@ FOLDERS = ("configs", "eval", "fla_train", "kernels", "scripts")
 UNSAFE = re.compile(
     r"torch\.load\((?!.*weights_only=True)"
     r"|torch\.(jit\.load|hub\.|package\.)"
+    r"|yaml\.(unsafe|full)_load|(joblib|cloudpickle)\.load|compile\(|__import__\("
     r"|Auto\w*\.from_pretrained\((?!.*trust_remote_code=)"
     r"|.*(weights_only=False|allow_pickle=True|trust_remote_code=True)",
     re.DOTALL,
