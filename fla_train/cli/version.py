@@ -19,4 +19,5 @@ class _ShowVersions(argparse.Action):
 
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--version` to a command."""
-    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print versions and exit")
+    about = "print versions and exit"
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, default=argparse.SUPPRESS, help=about)

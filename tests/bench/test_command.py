@@ -68,6 +68,7 @@ def test_every_length_of_a_run_can_be_timed(monkeypatch) -> None:
 def test_overrides_stand_anywhere() -> None:
     options = parse(["train", "a.b=1", "--peers", "llama", "fla", "c=2", "--", "d=3"])
     assert (options.peers, options.overrides) == (["llama", "fla"], ["a.b=1", "c=2", "d=3"])
+    assert {*vars(options)} == {"command", "steps", "peers", "overrides", "json"}  # which a report records
 
 
 @pytest.mark.slow
