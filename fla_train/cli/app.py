@@ -6,6 +6,7 @@ docs/cli.md lists the exit statuses.
 import os
 import sys
 import textwrap
+import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -233,8 +234,10 @@ def run_hydra(
         jobs = sweep_jobs(overrides, config_dir) if flags.multirun else [overrides]
     configs, errors = [], dict[str, None]()  # each line once, in order
     for job in jobs:
+        # Naming errors takes a composition per override, so one with an error is tried in one job only.
+        untried = [text for text in job if not any(line.startswith(f"{text}: ") for line in errors)]
         try:
-            configs.append(compose(config_name, job, config_dir=config_dir))
+            configs.append(compose(config_name, untried, config_dir=config_dir))
         except ValueError as error:
             errors |= dict.fromkeys(str(error).split("\n  "))
     require_none([*errors])
@@ -255,8 +258,8 @@ def run_hydra(
         try:
             codes.append(task(Job(config, words, number, len(jobs), swept)) or 0)
         except (ValueError, OmegaConfBaseException, OSError) as error:
-            if os.environ.get("FLA_TRAIN_TRACEBACK"):
-                raise
             codes.append(fail_with(error))
+            if os.environ.get("FLA_TRAIN_TRACEBACK"):
+                traceback.print_exc()
     if code := max(codes):
         sys.exit(code)

@@ -99,7 +99,7 @@ def make_parser() -> ArgumentParser:
     _number(tune, "--value-dim", "V (default: K)")
     _number(tune, "--num-householder", "n_h", (1, 2, 3))
     tune.add_argument("--dtype", choices=DTYPES[:2], default="bf16", help="of q, k and v (default: bf16)")
-    tune.add_argument("--file", type=Path, help="the table's (default: the one that training reads)")
+    tune.add_argument("--file", type=Path, help="of the table (default: the one that training reads)")
 
     precompile = command("precompile", "Compile the kernels of a training run into a folder, for containers.")
     precompile.add_argument(

@@ -99,8 +99,9 @@ def test_a_damaged_shard_is_found_before_the_start(fla_train, make_config, tmp_p
 
 def test_an_impossible_job_does_not_stop_a_sweep(fla_train, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLA_TRAIN_TRACEBACK", "1")
     code, stdout, stderr = fla_train("trainer.micro_batch_size=2,3,8", "dry_run=true", "-m")
-    assert code == 2
+    assert code == 2 and stderr.count("Traceback") == 1
     assert stderr.count("error: ") == 1 and "micro_batch_size 3" in stderr
     assert stdout.count("parameters ") == 2
     assert not list(tmp_path.iterdir())  # nor does Hydra write a record
