@@ -140,6 +140,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     options, unknown = parser.parse_known_args([*rest[:1], *overrides, *rest[1:]])
     if unknown:
         hint = "; config keys are written KEY=VALUE" if hasattr(options, "overrides") else ""
+        hint += f"; fla-bench {options.command} --help lists the options"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return options
 
