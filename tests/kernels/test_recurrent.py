@@ -1,10 +1,11 @@
-"""The definition against matrices written out; both it and `chunk` against numerical derivatives."""
+"""The definition against matrices written out; both it and `chunk` against transformers and derivatives."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_next import modeling_qwen3_next as transformers_rule
 
 from fla_train.kernels.delta_product import chunk_torch, delta_product, delta_product_step
 from tests.kernels.helpers import differentiable, random_inputs
@@ -63,6 +64,28 @@ def test_value_heads_share_queries_and_keys(backend, monkeypatch):
     assert torch.autograd.gradcheck(
         lambda *_: delta_product(**inputs, backend=backend)[0], leaves, fast_mode=True
     )
+
+
+@BACKENDS
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+def test_one_householder_step_equals_that_of_transformers(backend, qk_l2norm):
+    inputs = random_inputs(
+        130, key_dim=16, value_dim=24, alpha=(0.5, 1.0), initial_state=True, qk_l2norm=qk_l2norm,
+        dtype=torch.float32,
+    )  # fmt: skip
+    found = delta_product(**inputs, output_final_state=True, backend=backend)
+    expected = getattr(transformers_rule, f"torch_{backend}_gated_delta_rule")(
+        inputs["q"],
+        inputs["k"][:, :, 0],
+        inputs["v"][:, :, 0],
+        inputs["g"],
+        inputs["beta"][:, :, 0],
+        initial_state=inputs["initial_state"],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=qk_l2norm,
+    )
+    for actual, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("backend", "documents"), [("recurrent", None), ("chunk", (0, 0, 1, 5))])

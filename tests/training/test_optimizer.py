@@ -1,11 +1,17 @@
-"""Weight decay: which parameters get it."""
+"""Weight decay: which parameters get it, and that a step applies it to no others; flat weights."""
 
 import pytest
+import torch
 
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.models.zoo.mamba import SignedMambaConfig, SignedMambaForCausalLM
-from fla_train.training.optimizer import parameter_groups
+from fla_train.training.config import OptimizerConfig
+from fla_train.training.optimizer import build_optimizer, parameter_groups
 from tests.models.small_models import small_config
+
+SETTINGS = OptimizerConfig(
+    "adamw", 1e-2, weight_decay=0.5, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0
+)
 
 
 @pytest.fixture
@@ -32,6 +38,19 @@ def test_marked_matrices_are_not_decayed():
     decayed, undecayed = ({id(p) for p in group["params"]} for group in parameter_groups(model, 0.5))
     assert mixer.A_log.ndim == 2 and id(mixer.A_log) in undecayed
     assert id(mixer.x_proj.weight) in decayed
+
+
+def test_a_step_without_gradient_decays_exactly_the_decayed(model: DeltaProductForCausalLM):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, SETTINGS)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = dict(model.named_parameters())
+    torch.testing.assert_close(after["lm_head.weight"], before["lm_head.weight"] * (1 - 1e-2 * 0.5))
+    for name, value in after.items():
+        if name.endswith(("A_log", "dt_bias", "norm.weight", "embeddings.weight")):
+            assert torch.equal(value, before[name]), name
 
 
 def test_a_tied_head_is_an_embedding():
