@@ -182,6 +182,12 @@ def test_launcher_is_stopped(run: Run, number: signal.Signals, status: int) -> N
     run.wait_for_end(status)
 
 
+def test_writer_is_killed(run: Run) -> None:
+    known = run.checkpoints()[-1:]
+    run.writer(1).kill()
+    run.wait(lambda: run.checkpoints()[-1:] != known, "a checkpoint of the next writer")
+
+
 def test_disk_takes_no_file_as_large_as_a_shard(run: Run) -> None:
     writer, size = run.writer(1), psutil.RLIMIT_FSIZE
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
