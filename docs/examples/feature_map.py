@@ -5,8 +5,8 @@
 The kernel of the convolution ends in a SiLU. Because silu(y) - silu(-y) = y, a second call with negated
 weights removes it. Values keep theirs. The mixer needs `use_short_conv`.
 
-The operator divides keys by their L2 norm. With r = |y|_2 / |y|_1 <= 1 the key of L1 norm 1 is r k, for the k
-of L2 norm 1, and its step is one of size beta r^2 with the key k and the value v / r:
+The operator divides keys by their L2 norm. If k has L2 norm 1, then r k has L1 norm 1 for r = |y|_2 / |y|_1.
+A step of size beta with the key r k equals one of size beta r^2 with the key k and the value v / r:
 
     S + beta r k (v - r S^T k)^T = S + beta r^2 k (v / r - S^T k)^T
 

@@ -185,7 +185,7 @@ def sweep_jobs(overrides: Sequence[str], config_dir: str | None = None) -> list[
     """Return the overrides of each job of a sweep: all combinations of the values, the last one fastest.
 
     Raises:
-        ValueError: there is no job, or a value stands for a continuous range.
+        ValueError: the sweep is empty, or a value is a continuous range.
     """
     if invalid := [text for text in overrides if not parse_all([text])]:  # composing says why
         return [invalid]
@@ -234,7 +234,7 @@ def run_hydra(
         jobs = sweep_jobs(overrides, config_dir) if flags.multirun else [overrides]
     configs, errors = [], dict[str, None]()  # each line once, in order
     for job in jobs:
-        # Naming errors takes a composition per override, so one with an error is tried in one job only.
+        # To name its errors, a job is composed once per override. So later jobs leave out wrong overrides.
         untried = [text for text in job if not any(line.startswith(f"{text}: ") for line in errors)]
         try:
             configs.append(compose(config_name, untried, config_dir=config_dir))

@@ -126,7 +126,7 @@ def override_errors(
 
 
 def addition_errors(repo: ConfigRepository, config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return an error for each override that Hydra takes and nothing reads.
+    """Return an error for each override that Hydra accepts and nothing reads.
 
     These are `+KEY=VALUE` whose key the schema lacks, and Hydra's own settings.
     """

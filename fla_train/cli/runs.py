@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # imports torch, which --help does not need
 
 Row = dict[str, Any]
 LONGEST_LABEL = 60  # characters of a run's differences in a figure's legend
-# Metrics; names of corpora and tasks are part of them. Scores of tasks have no common names.
+# Keys of metrics. They contain the names of corpora and tasks, and any score of an evaluation task counts as
+# better if higher unless it is one of the losses listed here.
 HIGHER_IS_BETTER = re.compile(
     r"(?!.*(loss|perplexity|bits_per_byte|brier|/ter$))(eval/|.*(acc|tokens_per_second|mfu|f1))"
 )

@@ -84,7 +84,7 @@ class SequenceContext(MovableTensors):
                 by_row = documents.view(states.rows, -1)
                 layout |= {"first_documents": by_row[:, 0], "last_documents": by_row[:, -1]}
                 if states.carries_inputs:
-                    # A row's first document may have begun before it, and then its convolution's inputs did.
+                    # A row may start inside a document. Then the convolution reads inputs before the row.
                     first = (by_row == by_row[:, :1]).flatten()
                     in_document = torch.where(first, in_document + config.conv_size - 1, in_document)
             layout["position_in_document"] = in_document

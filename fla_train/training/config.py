@@ -1,11 +1,12 @@
 """Define the typed config of `fla-train`: the keys of `configs/train.yaml` and their checks.
 
 The comments in the YAML files state units and defaults. To add a key, add one field, whose `key(...)` names
-its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or
-a wrong type fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
-The sections `data`, `task` and `hub` are defined where they are used. A feature's keys stand in its file and
-become part of `trainer` or `launch` by inheritance. Only those of features whose files import torch stand
-here, because importing this module imports neither torch nor transformers: `--help` needs it.
+its limits, and one line of YAML. The dataclasses give Hydra the types, so an unknown key or a wrong type
+fails before anything starts. `find_errors` in `utils/keys.py` reports all other errors together.
+
+The sections `data`, `task` and `hub` are defined where they are used. A feature declares its keys in its own
+file, and `trainer` or `launch` inherits them. Keys of features whose files import torch are here, because
+`--help` imports this module, which imports neither torch nor transformers.
 """
 
 import math

@@ -46,7 +46,7 @@ def hub_failure() -> str | None:
 
 @contextmanager
 def hub_or_cache() -> Iterator[None]:
-    """Read files from the cache at once if the Hub can't be reached; each is else retried for 25 seconds."""
+    """Read files from the cache if the Hub does not answer, instead of retrying each one for 25 seconds."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

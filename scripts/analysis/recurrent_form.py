@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda")
 
 
 def inputs(length: int, size: int) -> list[Tensor]:
-    """Return q [B, T, H, K], k and v [B, T, 1, H, K] in values of bf16, beta [B, T, 1, H]; dtype fp32."""
+    """Return q [B, T, H, K], k and v [B, T, 1, H, K], rounded to bf16, and beta [B, T, 1, H]; all fp32."""
     heads, rows = CHANNELS // size, (TOKENS // length, length)
     q, k, v = (torch.randn(*rows, *steps, heads, size, device=DEVICE) for steps in ((), (1,), (1,)))
     beta = 2 * torch.rand(*rows, 1, heads, device=DEVICE)

@@ -1,5 +1,5 @@
 """Add features to a training run, one file each, behind the protocol of `training.callback`.
 
-`build_features` in `training.trainer` sets their order. A file that declares keys imports no torch, because
-commands read it before they answer. What it computes with torch is in a module that `attach` imports.
+`build_features` in `training.trainer` sets their order. Files that declare keys do not import torch at the
+top, because `--help` imports them. Their methods import the modules that need it.
 """
