@@ -37,6 +37,8 @@ def hub_failure() -> str | None:
     """Return why the Hub can't be reached; None if it answers."""
     from huggingface_hub import constants, get_session
 
+    if constants.HF_HUB_OFFLINE:
+        return "offline (HF_HUB_OFFLINE)"
     try:
         get_session().head(constants.ENDPOINT, timeout=ANSWER_TIMEOUT)
     except Exception as error:  # of the HTTP client that huggingface_hub uses
