@@ -13,10 +13,9 @@ stdout in Markdown. `--json X.json` also writes the results to that file, and th
 code 2: the request is wrong.
 """
 
-import argparse
 import os
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +36,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+        raise ArgumentTypeError("must be at least 1")
     return int(text)
 
 
