@@ -382,11 +382,12 @@ def decoding(name: str) -> None:
 
 def operator(name: str) -> None:
     """Draw the milliseconds of the operator, forward and backward, compared with flash-linear-attention."""
-    names = {(1, True): "Gated DeltaNet", (2, True): "Gated DeltaProduct_2", (1, False): "DeltaNet"}
+    names = {(1, False): "DeltaNet", (1, True): "Gated DeltaNet"}
+    names |= {(2, False): "DeltaProduct_2", (2, True): "Gated DeltaProduct_2"}
     groups: dict[str, dict[str, float]] = {model: {} for model in names.values()}
-    for row in read("benchmarks/operator-peers.json")["rows"]:
-        peer = "fla" if row["kernel"].startswith("fla ") else "ours"
-        groups[names[row["num_householder"], row["gated"]]][peer] = row["both_ms"]
+    for row in read("benchmarks/operator-h200.json")["rows"]:
+        if group := names.get((row["n_h"], row["gate"])):
+            groups[group]["fla" if row["kernel"].startswith("fla ") else "ours"] = row["both_ms"]
     bars(name, groups, "milliseconds, forward and backward (lower is better)", "{:.2f}", power=1)
 
 
