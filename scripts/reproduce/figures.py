@@ -27,6 +27,7 @@ TRAINED = {"color": "0.3", "linestyle": ":", "linewidth": 1.2, "label": "trainin
 COLORS = {"n_h = 1": family_color("DeltaNet"), "n_h = 2": "#7fbfe5", "n_h = 3": family_color("DeltaProduct")}
 COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "5 layers": "#00543d"}
 COLORS |= {"4 layers": family_color("DeltaNet"), "n_h = 4, [0, 1]": "#00335c"}
+COLORS |= {"heads of 64": "#7fbfe5", "heads of 128": "#00335c"}
 LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
 LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "RetNet"), "--")
 LINES |= dict.fromkeys(("DeltaNet + sliding windows", "Gated DeltaNet + sliding windows"), "--")
@@ -280,7 +281,7 @@ def labelled_lines(
             panel.plot(x, y, marker="o", markersize=3, **look(label))
             height = max(y[-1], gap * height)
             text, offset = f"{label}: {y[-1]:{form}}", {"xytext": (6, 0), "textcoords": "offset points"}
-            panel.annotate(text, (x[-1], height), va="center", color=family_color(label), **offset)
+            panel.annotate(text, (x[-1], height), va="center", color=look(label)["color"], **offset)
         length_axis(panel, x)
         if trained is not None:
             panel.legend(handles=[panel.axvline(trained, **TRAINED)])
@@ -437,6 +438,18 @@ SHORT, LONG = dict.fromkeys(GROUPS, 128), dict.fromkeys(GROUPS, 512)
 S5_INPUTS = {"only swaps": 32, "swaps and 3-permutations": 32, "4 tokens": 64}
 Z60_INPUTS = {"Z60": 32, "Z60, 2 tokens": 64}
 squares = partial(accuracy_by_length, rows=2, size=(3.8, 3.6))
+
+
+def recurrent_form(name: str) -> None:
+    """Draw how many times as long the recurrent form takes as the chunkwise one, by sequence length."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in read("benchmarks/recurrent-form.json")["rows"]:
+        ratio = row["recurrent_both_ms"] / row["chunkwise_both_ms"]
+        curves.setdefault(f"heads of {row['head_size']}", []).append((row["length"], ratio))
+    axes = {"xlabel": "sequence length (tokens)", "ylabel": "time of recurrent / chunkwise", "ylim": (0, 40)}
+    labelled_lines(name, curves, (4.2, 2.8), ".0f", **axes)
+
+
 inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, longest=512, ncols=2)
 # The function that draws each figure. Its argument is the figure's name.
 DRAWINGS: dict[str, Callable[[str], None]] = {
@@ -460,6 +473,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     "learning-rates": learning_rates,
     "decoding": decoding,
     "operator": operator,
+    "recurrent-form": recurrent_form,
     "training": training,
     "scaling": scaling,
 }
