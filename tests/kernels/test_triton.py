@@ -45,17 +45,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "by_chunks")
         Case(inputs="resets", num_householder=2, tokens=40),
         Case(num_householder=2, heads=2, group=2, key_dim=24, value_dim=80, tokens=40),
         Case(heads=3, group=3, cu_seqlens=(0, 3, 68, 68), tokens=68, l2norm=False),
-    ],
-    ids=str,
-)
-def test_interpreted_fp32(case: Case) -> None:
-    check(case, uniform(2e-5), "cpu")
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the GPU tests cover these")
-@pytest.mark.parametrize(
-    "case",
-    [
         Case(dtype=torch.bfloat16, key_dim=32, value_dim=32),
         Case(dtype=torch.bfloat16, num_householder=2, tokens=40),
         Case(dtype=torch.float16, num_householder=3, tokens=24),
@@ -63,8 +52,8 @@ def test_interpreted_fp32(case: Case) -> None:
     ],
     ids=str,
 )
-def test_interpreted_half_precision(case: Case) -> None:
-    check(case, uniform(2.5e-2), "cpu")
+def test_interpreted(case: Case) -> None:
+    check(case, uniform(2e-5 if case.dtype == torch.float32 else 2.5e-2), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +126,11 @@ PACKED = [
     real(batch=1, cu_seqlens=(0, 0, 64, 65, 200, 200, 333, 333), num_householder=n, states=states)
     for n, states in ((1, True), (2, False), (3, True))
 ]
+GROUPED = [
+    real(key_dim=k, value_dim=v, num_householder=n, group=2)
+    for k, v in ((128, 128), (64, 128), (256, 256), (48, 48))
+    for n in (1, 2)
+]
 FP16_CASES = [
     real(dtype=torch.float16, tokens=150, key_dim=dim, value_dim=dim, num_householder=n, gated=g)
     for dim in (32, 64, 128, 256)
@@ -149,20 +143,12 @@ FP32_CASES = [
     real(**FP32, batch=1, cu_seqlens=(0, 0, 64, 65, 150), num_householder=2),
 ]
 GPU_CASES = [
-    *((case, bounds_of(case)) for case in BF16_CASES),
+    *((case, bounds_of(case)) for case in BF16_CASES + GROUPED),
     *((case, BF16) for case in LENGTHS + PACKED),
     *HARD,
     *((case, uniform(2e-3)) for case in FP16_CASES),
     *((case, uniform(2e-5)) for case in FP32_CASES),
 ]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_householder", [1, 2])
-@pytest.mark.parametrize("dims", [(128, 128), (64, 128), (256, 256), (48, 48)])
-def test_gpu_grouped_heads(dims: tuple[int, int], num_householder: int) -> None:
-    case = real(key_dim=dims[0], value_dim=dims[1], num_householder=num_householder, group=2)
-    check(case, bounds_of(case), "cuda")
 
 
 @pytest.mark.gpu
