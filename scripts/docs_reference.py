@@ -20,8 +20,13 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Return the HTML of a page with translated links of the notebook, which mkdocs leaves as they are."""
-    return re.sub(r'href="(\w+)\.md', r'href="../\1/', html)
+    """Return the HTML of a page with the notebook's links translated and break points in its keys."""
+    html = re.sub(r'href="(\w+)\.md', r'href="../\1/', html)
+    return re.sub(r"(?<=<code>)[^<\n]+(?=</code>)", _breakable, html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=[._=/,:(])(?=\w)", "<wbr>", code[0])
 
 
 def configuration() -> str:

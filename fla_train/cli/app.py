@@ -158,7 +158,9 @@ def plain_errors() -> Iterator[None]:
 
 def flag_parser() -> ArgumentParser:
     """Return the parser of Hydra's flags and `--version`."""
-    parser = ArgumentParser(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
+    usage = "%(prog)s [KEY=VALUE | GROUP=OPTION]... [FLAG]..."
+    hydra_flags = [get_args_parser()]
+    parser = ArgumentParser(usage=usage, parents=hydra_flags, add_help=False, conflict_handler="resolve")
     add_version(parser)
     return parser
 

@@ -144,7 +144,7 @@ def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exce
     known = options(repo, key) if repo.group_exists(key) else []
     if (
         known
-        and re.fullmatch(r"[\w./-]+", value)
+        and re.fullmatch(r"[\w./-]*", value)
         and value not in known
         and not repo.config_exists(f"{key}/{value}")
     ):

@@ -85,7 +85,7 @@ class PreparedData:
                 lines.append(
                     f"{where}: {split['documents']:,} documents, {split['tokens']:,} tokens, "
                     f"{split['text_bytes'] / split['tokens']:.2f} bytes per token, "
-                    f"unigram entropy {split['unigram_entropy']:.3f} nats per token"
+                    f"unigram entropy {split['unigram_entropy']:.3f} (the loss of token frequencies alone)"
                 )
         return lines
 

@@ -116,6 +116,7 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
     peak = peak_flops(ASSUMED_GPU, "bf16", config.launch.peak_tflops)
     most = config.data.max_tokens or config.data.subset_tokens.get(str(config.data.name))
     to_prepare = None if data is not None or config.data.stream else most
+    training_tokens = train.get("tokens", to_prepare)
     width = 2 if (config.model["vocab_size"] or 0) <= 1 << 16 else 4
     corpora = data.corpora().items() if data else ()
     held_out = {name: corpus.manifest["splits"]["validation"] for name, corpus in corpora}
@@ -125,7 +126,7 @@ def make_plan(request: TrainConfig, config: TrainConfig, data: PreparedData | No
         parameters=count.embedding_once,
         parameters_held=count.total,
         tokens=tokens,
-        epochs=tokens / train["tokens"] if train else None,
+        epochs=tokens / training_tokens if training_tokens else None,
         flops_per_token=flops,
         memory_bytes=_memory(config, count),
         gpu_hours=flops * tokens / (ASSUMED_MFU * peak) / 3600,
@@ -181,7 +182,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {most}{plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
-        + ("" if plan.epochs is None else f" ({plan.epochs:.2f} epochs)"),
+        + (f" ({plan.epochs:.2f} epochs)" if plan.epochs else ""),
         f"batch        {launch.describe()} x {config.num_accumulated} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
@@ -208,8 +209,10 @@ def _data_lines(plan: RunPlan) -> list[str]:
             lines.append(f"warning      data.name={data.name} has {amount}: choose a larger one")
         return lines
     training = "streamed" if plan.training_tokens is None else f"{plan.training_tokens:,} tokens"
-    entropy = "" if plan.unigram_entropy is None else f", unigram entropy {plan.unigram_entropy:.4f}"
-    lines = [f"data         {data.source}: training {training}, validation {sum(tokens.values()):,}{entropy}"]
+    lines = [f"data         {data.source}: training {training}, validation {sum(tokens.values()):,}"]
+    entropy = plan.unigram_entropy
+    if entropy is not None:
+        lines.append(f"baseline     loss {entropy:.4f} from token frequencies alone (unigram entropy)")
     return lines + [
         f"warning      the validation split{name and f' of {name}'} has {documents:,} documents, "
         f"{tokens[name] // seq_len:,} sequences: its loss is rough or missing (set data.validation_fraction)"
