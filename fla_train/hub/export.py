@@ -28,10 +28,9 @@ from fla_train.hub.checksums import (
 from fla_train.hub.formats import FORMATS, OURS
 from fla_train.hub.formats.read import load_reported
 from fla_train.hub.remote_code import write_remote_code
+from fla_train.models.build import TOKEN_IDS
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.utils.filesystem import replaced_folder, save_tokenizer
-
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_model(
@@ -121,7 +120,7 @@ def _export_config(
         setattr(config, PREFIX, prefix)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     tokens = (tokenizer.bos_token_id, eos, eos if pad is None else pad)
-    for name, token in zip(SPECIAL, tokens, strict=True):
+    for name, token in zip(TOKEN_IDS, tokens, strict=True):
         if getattr(config, name, None) is None:
             setattr(config, name, token)
     return config
@@ -131,7 +130,7 @@ def _generation_config(model: PreTrainedModel, config: PreTrainedConfig) -> Gene
     """Return a copy of the model's generation config; where it has no special tokens, those of `config`."""
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
     generation._from_model_config = False  # otherwise `generate` derives it again
-    for name in SPECIAL:
+    for name in TOKEN_IDS:
         if getattr(generation, name, None) is None:
             setattr(generation, name, getattr(config, name))
     return generation

@@ -15,6 +15,7 @@ from fla_train.data.mixture import Dataset
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, PackedDataset, send
 from fla_train.kernels.context_parallel import ContextGroup, ContextPart
+from fla_train.models.build import TOKEN_IDS
 from fla_train.tasks.config import TaskConfig
 from fla_train.tasks.registry import curriculum_tasks, training_task
 from fla_train.tasks.task import Task
@@ -38,7 +39,7 @@ def task_data(config: TaskConfig, seed: int) -> TaskData:
     """Describe the task as data."""
     task = training_task(config, seed)
     train_tokens = math.inf if task.num_sequences is None else task.num_sequences * (task.seq_len + 1)
-    special_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    special_ids = dict.fromkeys(TOKEN_IDS)
     count, length = config.test_sequences, task.seq_len + 1
     splits = {
         "train": {"tokens": train_tokens, "unigram_entropy": None},
