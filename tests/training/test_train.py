@@ -48,9 +48,7 @@ def refused(result: tuple[int, str, str]) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.global_batch_tokens=300", "256 or 320"),
         ("data.path=/no/where", "/no/where"),
-        ("model.vocab_size=128", "model.vocab_size=128"),
         ("trainer.suite_options=['suite.limt=3']", "trainer.suite_options: "),
         ("trainer.suite_options=['suite.limit=0']", "suite.limit=0"),
         ("trainer.suite=expressivity", "trainer.suite"),
