@@ -38,9 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_greedy_continuations_are_those_of_transformers(
-    run: Path, tmp_path: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_continuations_are_those_of_transformers(run, tmp_path, run_command, monkeypatch):
     """Prompts of a file, in batches, have the continuations that each has alone."""
     monkeypatch.setattr(generate, "BATCH", 3)
     prompts = ["def f(", "x", "", "a longer prompt, and é", "two\x0cpages\u2028of one line"]
@@ -87,9 +85,7 @@ def test_any_text_and_path_pass_through_hydra() -> None:
         assert (config.checkpoint, config.prompt) == (path, text)
 
 
-def test_export_copies_and_needs_a_token_to_push(
-    run: Path, tmp_path: Path, run_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_copies_and_needs_a_token_to_push(run, tmp_path, run_command, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "")
     copy = tmp_path / "copy"
     words = [f"checkpoint={run}", f"output={copy}", "hub.repo_id=user/tiny"]

@@ -74,9 +74,7 @@ class ClosedTerminal(io.StringIO):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_closed_terminal_does_not_end_the_runs(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_terminal_does_not_end_the_runs(train, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", ClosedTerminal())
     assert train("--only", "[ab]", "--gpus", "4") == 0
     assert gpus(tmp_path, "a") == gpus(tmp_path, "b") == ["4"]

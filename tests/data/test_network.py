@@ -78,9 +78,7 @@ def environment(hub: FakeHub, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
-    hub: FakeHub, files: Path, environment: dict[str, str], tmp_path: Path
-):
+def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(hub, files, environment, tmp_path):
     names = [*hub.repos[NAME].files()]
     overrides = [
         *("data=fineweb", f"data.path={NAME}", "data.name=null", f"data.cache_dir={tmp_path / 'streamed'}"),
@@ -112,9 +110,7 @@ def test_a_stream_from_the_hub_outlives_broken_connections_and_a_kill(
 
 
 @pytest.mark.long
-def test_a_branch_that_moves_does_not_move_a_stream(
-    hub: FakeHub, environment: dict[str, str], tmp_path: Path
-):
+def test_a_branch_that_moves_does_not_move_a_stream(hub, environment, tmp_path):
     """Neither between ranks nor between epochs, and a run that lost its cache reads its commit again."""
 
     def stream(*runs: tuple[str, dict[str, str], list[int]]) -> list[dict]:

@@ -73,9 +73,7 @@ def test_report_of_a_sweep(run: Path) -> None:
 
 
 @pytest.mark.parametrize("least", [999, 4])
-def test_the_default_reads_the_whole_validation_split(
-    run: Path, scholar, tokenizer, tmp_path: Path, monkeypatch, least: int
-) -> None:
+def test_the_default_reads_the_whole_validation_split(run, scholar, tokenizer, tmp_path, monkeypatch, least):
     """With configs/suite/perplexity.yaml: the training length, which is in no list, counts every token.
 
     So it does where sequences are longer.
@@ -143,9 +141,7 @@ def test_a_lost_corpus_of_a_stream_is_prepared_again(corpus: Path, tokenizer, tm
     assert [document.tolist() for document in found] == expected
 
 
-def test_each_panel_has_all_documents_that_reach_it(
-    run: Path, tokenizer, scholar, tmp_path: Path, monkeypatch
-) -> None:
+def test_each_panel_has_all_documents_that_reach_it(run, tokenizer, scholar, tmp_path, monkeypatch):
     """Against the means of one pass over each document; a panel between two lengths, none beyond."""
     documents = [np.random.default_rng(n).integers(3, 259, n) for n in (20, 39, 40, 63, 64, 70, 90)]
     monkeypatch.setattr(sweep_module, "file_documents", lambda *arguments: (d for d in documents))

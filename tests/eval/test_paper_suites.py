@@ -115,9 +115,7 @@ def log_likelihood(model, tokenizer, context: str, text: str) -> tuple[float, bo
     return -token_losses(model, head + tail)[-len(tail) :].sum(), greedy == tail
 
 
-def test_scores_equal_a_direct_computation(
-    mirror: Path, checkpoint: Path, scholar, tokenizer, tmp_path, network: list
-) -> None:
+def test_scores_equal_a_direct_computation(mirror, checkpoint, scholar, tokenizer, tmp_path, network):
     config = EvalConfig(str(checkpoint), str(tmp_path / "out"), str(mirror), suite=suite(TASKS))
     _, result = evaluate(config, progress=False)
     assert not result.errors and paper_row(result) == {} and not network

@@ -78,9 +78,7 @@ def test_bf16_export_keeps_decay_parameters_in_fp32(small_model, tmp_path: Path,
     assert torch.equal(decay, small_model.model.layers[0].attn.A_log.float())
 
 
-def test_an_interrupted_export_leaves_the_former_one(
-    small_model, tokenizer, tmp_path: Path, monkeypatch
-) -> None:
+def test_an_interrupted_export_leaves_the_former_one(small_model, tokenizer, tmp_path, monkeypatch):
     folder = tmp_path / "export"
 
     def write(step: int) -> None:
@@ -159,9 +157,7 @@ def test_copy(export: Path, tmp_path: Path) -> None:
             convert_export(export, target, dtype=torch.bfloat16)
 
 
-def test_a_full_disk_leaves_no_export(
-    small_model, tokenizer, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_no_export(small_model, tokenizer, export, tmp_path, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:

@@ -74,9 +74,7 @@ def test_a_model_from_the_hub_has_its_training_record(export: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("append_eos", [True, False])
-def test_other_ways_of_saving_keep_the_tokens_before_a_document(
-    small_model, tokenizer, tmp_path: Path, append_eos: bool
-) -> None:
+def test_other_ways_of_saving_keep_the_tokens_before_a_document(small_model, tokenizer, tmp_path, append_eos):
     """`save_pretrained`, of Trainer and TRL, writes no training record; a translation keeps the record."""
     config = f"data: {{append_eos: {str(append_eos).lower()}}}\n"
     export_model(small_model, tokenizer, tmp_path / "ours", CardInfo(config=config))
@@ -91,9 +89,7 @@ def test_other_ways_of_saving_keep_the_tokens_before_a_document(
         assert document_prefix(*load_model(tmp_path / name)) == expected, name
 
 
-def test_a_conversion_of_another_model_gets_no_training_record(
-    small_model, tokenizer, tmp_path: Path
-) -> None:
+def test_a_conversion_of_another_model_gets_no_training_record(small_model, tokenizer, tmp_path):
     export_model(small_model, tokenizer, tmp_path / "fla", format="fla")
     for name in ("training.json", "checksums.json"):
         (tmp_path / "fla" / name).unlink()

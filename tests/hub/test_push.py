@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -51,9 +51,7 @@ def without_card(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if name != "README.md"}
 
 
-def test_every_file_arrives_in_one_commit(
-    hub: FakeHub, export: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_arrives_in_one_commit(hub, export, monkeypatch):
     expected = contents(export)
     (export / ".cache").mkdir()
     for hidden in (".env", ".cache/token"):
@@ -73,9 +71,7 @@ def test_every_file_arrives_in_one_commit(
     assert len(repo.commits) == 2
 
 
-def test_a_model_of_the_hub_is_pushed_in_another_format(
-    hub: FakeHub, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_pushed_in_another_format(hub, export, tmp_path, monkeypatch):
     push(export, "user/tiny")
     command = ["checkpoint=user/tiny", "format=fla", "hub.repo_id=user/tiny-fla"]
     monkeypatch.setattr(sys, "argv", ["fla-export", *command])
@@ -114,9 +110,7 @@ def test_files_of_an_earlier_export_are_deleted(hub: FakeHub, small_model, token
     assert without_card(repo.files()) == without_card(contents(second)) | others
 
 
-def test_licence_language_and_results_reach_the_card(
-    hub: FakeHub, small_model, tokenizer, tmp_path: Path
-) -> None:
+def test_licence_language_and_results_reach_the_card(hub, small_model, tokenizer, tmp_path):
     info = CardInfo(losses={"validation": 2.0}, datasets=["user/model"], init_from="superuser/model-340m")
     export = export_model(small_model, tokenizer, tmp_path / "run/hf/step-0000007", info)
     for name, step, value in (("old", 6, 0.1), ("new", 7, 0.25)):
@@ -140,9 +134,7 @@ def test_licence_language_and_results_reach_the_card(
     ("request_", "status"),
     [("repos/create", 503), ("PUT /lfs", 403), ("commit/main", 403), ("POST .*/tag/", 504)],
 )
-def test_a_failed_push_is_a_line_and_can_be_repeated(
-    hub: FakeHub, export: Path, request_: str, status: int
-) -> None:
+def test_a_failed_push_is_a_line_and_can_be_repeated(hub, export, request_, status):
     """Without the token and the signatures of upload addresses."""
     hub.faults[request_] = status
     before = contents(export)
@@ -180,9 +172,7 @@ def test_access_is_known_before_training(hub: FakeHub, monkeypatch: pytest.Monke
     assert "hf_wrong" not in str(failure.value) and "\n" not in str(failure.value)
 
 
-def test_round_trip(
-    hub: FakeHub, export: Path, run_command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_round_trip(hub, export, run_command, tmp_path, monkeypatch):
     """From `fla-export` to the Hub and back by name: weights, tokenizer and training record."""
     monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     code, out, err = run_command("fla-export", f"checkpoint={export}", "hub.repo_id=user/tiny", "hub.tag=v1")
@@ -195,9 +185,7 @@ def test_round_trip(
     assert remote[1]("the state").input_ids == ids[0].tolist()
 
 
-def test_without_the_hub_the_cache_is_read_at_once(
-    hub: FakeHub, export: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_hub_the_cache_is_read_at_once(hub, export, monkeypatch, tmp_path):
     monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     push(export, "user/tiny")
     load_model("user/tiny")

@@ -62,9 +62,7 @@ def test_a_models_code_runs_if_asked_for(foreign: Path, marker: Path) -> None:
     assert marker.exists() and type(model).__name__ == "OwnModel"
 
 
-def test_an_evaluation_imports_no_mixer_of_a_foreign_config(
-    foreign: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_imports_no_mixer_of_a_foreign_config(foreign, marker, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(foreign)
     config = json.loads((foreign / "config.json").read_text())
     del config["auto_map"]

@@ -65,9 +65,7 @@ def wide_range(*shape: int, dtype: torch.dtype) -> Tensor:
 @shapes
 @pytest.mark.parametrize("given", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("dim", [-1, 0])
-def test_a_cast_is_the_nearest_number_of_bf16_with_one_scale(
-    backend: str, dtype: torch.dtype, shape: tuple[int, int], given: torch.dtype, dim: int
-) -> None:
+def test_a_cast_is_the_nearest_number_of_bf16_with_one_scale(backend, dtype, shape, given, dim):
     whole = wide_range(*shape, dtype=given)
     size = whole.shape[dim]
     cast = cast_float8(whole.split([16, size - 32, 16], dim), dtype, dim=dim, backend=backend)

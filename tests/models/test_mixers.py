@@ -111,9 +111,7 @@ def test_the_doctor_finds_what_a_mixer_breaks(run_command: Callable, name: str, 
 
 @pytest.mark.parametrize("example", ["linear_attention", "longhorn", "slstm", "full_matrix"])
 @torch.no_grad()
-def test_an_example_carries_its_states_over_training_passes(
-    build: Callable, tokens: Tensor, example: str
-) -> None:
+def test_an_example_carries_its_states_over_training_passes(build, tokens, example):
     """Its code is unchanged: the states are where a cache would be."""
     model = build(**OWN[example])
     close(torch.cat(carried_passes(model, tokens.split([8, 2, 9], dim=1)), 1), model(tokens).logits)
@@ -196,9 +194,7 @@ def test_recurrences_follow_their_formulas() -> None:
 
 
 @torch.no_grad()
-def test_a_mixer_without_states_generates_by_whole_passes(
-    build: Callable, tokens: Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mixer_without_states_generates_by_whole_passes(build, tokens, caplog):
     model = build(mixer="plain:Mean", mixer_options={"scale": 2.0})
     lengths = []
     model.model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))

@@ -28,9 +28,7 @@ def test_tables_are_groups_with_element_0_the_identity(name: str, order: int) ->
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("even_only", [False, True])
-def test_permutations_are_numbered_lexicographically_and_compose_first_a_then_b(
-    n: int, even_only: bool
-) -> None:
+def test_permutations_are_numbered_lexicographically_and_compose_first_a_then_b(n, even_only):
     def is_even(p: tuple[int, ...]) -> bool:
         return sum(p[i] > p[j] for i, j in itertools.combinations(range(n), 2)) % 2 == 0
 

@@ -76,9 +76,7 @@ def children() -> list[psutil.Process]:
     return [c for c in psutil.Process().children(recursive=True) if "ready-" in " ".join(c.cmdline())]
 
 
-def test_failures_are_started_again_until_the_restarts_without_a_new_checkpoint_are_used_up(
-    tmp_path: Path, capfd: pytest.CaptureFixture
-):
+def test_failures_are_started_again_until_the_restarts_without_a_new_checkpoint_are_used_up(tmp_path, capfd):
     """There is a new checkpoint from the second attempt on."""
     with pytest.raises(TrainingFailed, match="rank 0: attempt 3") as raised:
         play(FAIL, tmp_path, local(max_restarts=2), lambda: min(2, len(list(tmp_path.glob("[0-9]*")))))
@@ -165,9 +163,7 @@ def test_ranks_share_the_cores_that_this_process_may_use(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("rank", "message"), [(None, "1 of 3 machines joined"), (1, "no store answers")], ids=["store", "none"]
 )
-def test_missing_machines_are_reported(
-    tmp_path: Path, rank: int | None, message: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_machines_are_reported(tmp_path, rank, message, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # allows the loopback address
     monkeypatch.setattr(agent, "RETRY", 0.1)
     address = {"main_process_ip": "127.0.0.1", "main_process_port": free_port()}

@@ -12,7 +12,6 @@ import hydra
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from warm_ranks import WarmRanks
 
 import fla_train
 from fla_train.cli import runs as command
@@ -25,9 +24,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 Make = Callable[..., TrainConfig]
 
 
-def test_the_page_runs_from_top_to_bottom(
-    warm_ranks: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_page_runs_from_top_to_bottom(warm_ranks, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLA_TRAIN_CACHE", str(tmp_path / "cache"))
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
@@ -132,9 +129,7 @@ def test_a_run_with_a_target_is_finished_once_it_is_reached(tmp_path: Path, accu
     assert Run(tmp_path).status == status
 
 
-def test_fla_runs_prints_a_table_and_draws(
-    folders: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fla_runs_prints_a_table_and_draws(folders, capsys, monkeypatch):
     def said(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["fla-runs", *arguments])
         command.main()

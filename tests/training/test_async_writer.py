@@ -79,9 +79,7 @@ def test_files_that_rank_0_never_sees(staging: int, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("moment", ["fsync", "write_manifest", "rename"])
-def test_a_full_disk_at_any_moment_leaves_the_earlier_ones(
-    staging: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-):
+def test_a_full_disk_at_any_moment_leaves_the_earlier_ones(staging, tmp_path, monkeypatch, moment):
     earlier = make_save(tmp_path, 0, 1)
     async_writer.write(earlier, staging, BESIDE, Pipe()[1])
     os.rename(tmp_path / "step-0000003", tmp_path / "step-0000001")

@@ -85,9 +85,7 @@ def test_a_callback_ends_a_run(make_config: Make, warm_ranks: WarmRanks, tmp_pat
     assert (tmp_path / "run/hf/step-0000003").is_dir()
 
 
-def test_the_last_step_is_logged_if_its_evaluation_ends_the_run(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
-):
+def test_the_last_step_is_logged_if_its_evaluation_ends_the_run(make_config, warm_ranks, tmp_path):
     Path("stopper.py").write_text(STOPPER)
     options = [*CPU, "trainer.eval_every=2", "trainer.log_every=3", f"run.dir={tmp_path / 'run'}"]
     warm_ranks.launch(make_config(*options, "trainer.callbacks=[stopper:Evaluated]"))
@@ -177,9 +175,7 @@ def run_with_examples(config: TrainConfig) -> dict:
     return engine_steps.run(config)
 
 
-def test_a_custom_optimizer_takes_the_steps_of_plain_pytorch(
-    make_config: Make, warm_ranks: WarmRanks, examples: None
-):
+def test_a_custom_optimizer_takes_the_steps_of_plain_pytorch(make_config, warm_ranks, examples):
     from optimization import Lion
 
     clip = "optimizer.max_grad_norm=0.5"

@@ -62,9 +62,7 @@ def _check(config: TrainConfig, root: Path, differ: bool) -> str:
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_what_differs_between_machines_is_named(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, differ: bool
-):
+def test_what_differs_between_machines_is_named(make_config, warm_ranks, tmp_path, differ):
     found = warm_ranks.run(2, _check, make_config("launch.device=cpu"), tmp_path, differ)
     expected = "the machines differ in seed, the checkpoint to resume: give the same command on each"
     assert found == 2 * [expected if differ else ""]

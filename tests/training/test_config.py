@@ -93,9 +93,7 @@ def test_resume_rules(name: str, expected: str | None):
     assert rule(TrainConfig, "resume", name) == expected
 
 
-def test_a_push_needs_a_token_before_data_are_prepared(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_push_needs_a_token_before_data_are_prepared(make_config, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent")
     run, cache = tmp_path / "run", tmp_path / "cache"
@@ -193,9 +191,7 @@ def test_a_resumed_run_has_the_same_text_in_a_mixture(make_config: Make, corpus:
         resolve(again, data="prepare")
 
 
-def test_a_resumed_run_keeps_what_it_was_begun_with(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_resumed_run_keeps_what_it_was_begun_with(make_config, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     asked = ["schedule.warmup_steps=2", "trainer.global_batch_tokens=512", "model.vocab_size=384"]
     record(resolve(make_config(*asked)).config, tmp_path / "run" / "checkpoints" / "step-0000003")
@@ -211,9 +207,7 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(
     assert elsewhere.model["vocab_size"] == 320
 
 
-def test_paths_become_absolute_so_that_a_run_is_resumed_from_any_folder(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_paths_become_absolute_so_that_a_run_is_resumed_from_any_folder(make_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "export").mkdir()
     plan = resolve(make_config("data.path=text/*.jsonl", "init_from=export"))

@@ -14,7 +14,6 @@ import torch
 import triton
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from warm_ranks import WarmRanks
 
 from fla_train.cli.app import compose
 from fla_train.models.activation_checkpointing import checkpoint_activations
@@ -27,9 +26,7 @@ from tests.ranks import start_ranks
 
 
 @pytest.mark.parametrize("mode", ["false", "true", "selective"])
-def test_steps_by_it_are_those_of_the_engine(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, mode: str
-):
+def test_steps_by_it_are_those_of_the_engine(make_config, warm_ranks, mode):
     """Rehearsed on a CPU: a recording for each run of batches of one shape, whatever is between."""
     more = [
         "trainer.precision=fp32",
@@ -62,9 +59,7 @@ def test_recomputed_layers_must_not_draw_random_numbers(make_config: Callable[..
     ("device", "asked", "records"), [("cuda", "true", True), ("cuda", "false", False), ("cpu", "true", False)]
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-def test_only_runs_on_a_gpu_that_ask_for_it_record(
-    make_config: Callable[..., TrainConfig], device: str, asked: str, records: bool
-):
+def test_only_runs_on_a_gpu_that_ask_for_it_record(make_config, device, asked, records):
     """Their recomputed layers leave the random number generator alone: no graph can read its state."""
     more = ["trainer.activation_checkpointing=selective", f"launch.device={device}"]
     config = make_config("trainer.micro_batch_size=8", f"trainer.cuda_graph={asked}", *more)
@@ -127,9 +122,7 @@ class OwnBackward(torch.autograd.Function):
     ],
     ids=["torch", "python", "numpy", "backward"],
 )
-def test_what_a_recording_would_not_repeat_is_an_error(
-    make_config: Callable[..., TrainConfig], change: Callable[[nn.Module, Tensor], Tensor]
-):
+def test_what_a_recording_would_not_repeat_is_an_error(make_config, change):
     model = engine_steps.make_model(make_config()).train()
     cuda_graph = cuda_graph_steps.Rehearsal(model, bf16=False)
     ids, labels = engine_steps.make_batch(0)
@@ -148,9 +141,7 @@ def test_what_a_recording_would_not_repeat_is_an_error(
     [lambda y: y * (y.sum().isfinite().item() + 1), lambda y: y + torch.zeros(1).to(y.device)],
     ids=["reads a value", "copies from the host"],
 )
-def test_a_pass_that_waits_for_the_gpu_is_an_error(
-    overrides: list[str], change: Callable[[Tensor], Tensor], where: str
-):
+def test_a_pass_that_waits_for_the_gpu_is_an_error(overrides, change, where):
     model = _model(overrides, "mamba_signed/tiny").cuda()
 
     def hook(module: nn.Module, inputs: object, y: Tensor) -> Tensor | None:
@@ -193,9 +184,7 @@ def _compare(model: nn.Module, recorded: RecordedPass, device: str, bf16: bool) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["false", "true", "selective"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-def test_replayed_steps_are_those_of_the_engine(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, precision: str, mode: str
-):
+def test_replayed_steps_are_those_of_the_engine(make_config, tmp_path, precision, mode):
     more = [f"trainer.activation_checkpointing={mode}"]
     more += ["launch.device=cuda", "launch.num_processes=1", "trainer.micro_batch_size=8"]
     if precision == "fp8":

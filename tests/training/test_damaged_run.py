@@ -1,25 +1,22 @@
 """The same command repairs damaged files of a finished run and drops no records."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import TWO_RANKS
 
 from fla_train.hub.checksums import find_export_damage
-from fla_train.training.config import TrainConfig
 from fla_train.utils.records import read_metrics
 
 
 @pytest.mark.slow
 def test_the_same_command_mends_a_finished_run(
-    make_config: Callable[..., TrainConfig],
-    warm_ranks: WarmRanks,
-    whole: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    make_config,
+    warm_ranks,
+    whole,
+    tmp_path,
+    capsys,
+):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     (run / "wandb").touch()  # where W&B wants its folder

@@ -64,9 +64,7 @@ def hooks_and_parameters(config: TrainConfig) -> tuple[int, int]:
     return len(engine.optimizer._grad_acc_hooks), sum(1 for _ in engine.module.parameters())
 
 
-def test_it_keeps_a_copy_of_weights_that_are_fp32_already(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks
-):
+def test_it_keeps_a_copy_of_weights_that_are_fp32_already(make_config, warm_ranks):
     config = make_config("launch.device=cpu", "launch.num_processes=2", "trainer.precision=bf16")
     assert warm_ranks.run(2, masters_are_weights, config, False) == [False, False]
     assert warm_ranks.run(2, masters_are_weights, config, True) == [True, True]

@@ -1,12 +1,11 @@
 """The optimizer's state, cut for another number of ranks. test_resume_matrix.py trains with it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from engine_steps import make_model
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import TWO_RANKS
 
 from fla_train.run.resolve import resolve
 from fla_train.training.checkpoint import CheckpointStore, rank_file
@@ -63,9 +62,7 @@ def assert_moments_are_kept(config: TrainConfig, folder: Path) -> None:
             assert expected.any() and torch.equal(state[name][:size], expected)
 
 
-def test_adam_moments_are_equal_after_resharding(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, whole: Path
-):
+def test_adam_moments_are_equal_after_resharding(make_config, warm_ranks, whole):
     config = make_config(*TWO_RANKS, "launch.num_processes=1")
     folder = CheckpointStore(whole / "checkpoints").list()[-1]
     warm_ranks.run(1, assert_moments_are_kept, config, folder)

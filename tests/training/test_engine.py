@@ -63,9 +63,7 @@ def test_a_spike_of_the_loss_skips_the_step_everywhere(runs: dict, layout: str):
     assert runs[layout]["spike_skipped"] and runs[layout]["spike_unchanged"]
 
 
-def test_float8_takes_the_same_steps_on_two_ranks_and_nearly_those_of_bf16(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks
-):
+def test_float8_takes_the_same_steps_on_two_ranks_and_nearly_those_of_bf16(make_config, warm_ranks):
     more = ["optimizer.eps=1e-3", "optimizer.max_grad_norm=0.5", "launch.device=cpu", "model.hidden_size=128"]
     half, eighth = (make_config(f"trainer.precision={precision}", *more) for precision in ("bf16", "fp8"))
     near = engine_steps.run_layouts(warm_ranks, half, [(1, 2)])["1 rank(s) x 4"]
@@ -96,9 +94,7 @@ def test_the_norm_of_many_gradients_is_that_of_float64(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_the_host_waits_for_the_gpu_once_per_reading(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, gpus: int
-):
+def test_the_host_waits_for_the_gpu_once_per_reading(make_config, tmp_path, gpus):
     """Three accumulated steps, two of them skipped, under torch's detector of waits, then one reading."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")

@@ -4,13 +4,8 @@ The corpus, the order of the sequences, the initial weights and each step's arit
 change that is meant, the failing test prints the new values; docs/dev/log.md says why they changed.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
-from warm_ranks import WarmRanks
 
-from fla_train.training.config import TrainConfig
 from fla_train.training.optimizer import learning_rate
 from fla_train.utils.records import read_metrics
 
@@ -22,9 +17,7 @@ GRAD_NORMS = [2.0814, 2.5183, 3.3883, 2.1888, 1.6702, 1.5478, 1.5405, 1.4387, 1.
 VALIDATION = [4.64554, 3.64659, 3.41175]
 
 
-def test_the_loss_curve_is_the_golden_one(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
-):
+def test_the_loss_curve_is_the_golden_one(make_config, warm_ranks, tmp_path):
     config = make_config(
         "trainer.precision=fp32", "launch.device=cpu", "schedule.warmup_steps=3", f"run.dir={tmp_path}"
     )

@@ -73,9 +73,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors]).double()
 
 
-def test_gradients_are_those_of_plain_pytorch_but_for_their_rounding(
-    config: TrainConfig, warm_ranks: WarmRanks
-):
+def test_gradients_are_those_of_plain_pytorch_but_for_their_rounding(config, warm_ranks):
     config = with_reduction(config, "fp32", micro_batch_size=1)
     parts = [[flat(gradients) for gradients in passes] for passes in parts_of_the_gradient(config, 2)]
     ranks = [sum(passes) for passes in parts]

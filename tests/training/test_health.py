@@ -3,18 +3,16 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import TWO_RANKS
 
 from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.config import TrainConfig
 from fla_train.training.failures import report
 from fla_train.training.features.statistics import Statistics
 from fla_train.utils.records import read_metrics
@@ -105,9 +103,7 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
 
 
 @pytest.mark.parametrize(("kind", "patience"), [("step", 0.4), (None, 2)])
-def test_a_watchdog_barks_once_progress_stops(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, kind: str | None, patience: float
-):
+def test_a_watchdog_barks_once_progress_stops(monkeypatch, capfd, kind, patience):
     """Work without a kind, which waits for disks, may always take five times as long."""
     barked: list[str] = []
     heard = threading.Event()
@@ -127,9 +123,7 @@ def test_a_watchdog_barks_once_progress_stops(
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
 
 
-def test_a_run_tells_all_that_it_is_asked_for(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
-):
+def test_a_run_tells_all_that_it_is_asked_for(make_config, warm_ranks, tmp_path):
     more = ["trainer.max_steps=4", "trainer.profile_steps=[3]", "trainer.stats_every=2"]
     more += ["trainer.eval_buckets=2", "launch.peak_tflops=0.001", "logger.tensorboard=true"]
     more += ["trainer.activation_checkpointing=selective"]  # recomputes what the statistics observe

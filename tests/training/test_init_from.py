@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from warm_ranks import WarmRanks
 
 from fla_train.hub.convert import convert_export
 from fla_train.hub.load import load_model
@@ -23,9 +22,7 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
 
 
-def test_pretraining_continues_on_the_weights_of_a_run(
-    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
-):
+def test_pretraining_continues_on_the_weights_of_a_run(make_config, warm_ranks, whole, tmp_path):
     """Weights of two ranks, on one; the first loss is that of the model, on the new run's first batch."""
     run = tmp_path / "run"
     more = ["trainer.precision=fp32", "launch.device=cpu", "seed=5", "trainer.max_steps=2"]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from warm_ranks import WarmRanks
 
 from fla_train.data.open_dataset import open_contiguous, open_train
 from fla_train.data.sampler import Batch, BatchSampler
@@ -67,9 +66,7 @@ def summed_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["recomputed", "two ranks"])
-def test_passing_hands_each_row_the_final_state_of_another(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, layout: str
-):
+def test_passing_hands_each_row_the_final_state_of_another(make_config, warm_ranks, tmp_path, layout):
     warm_ranks.launch(make_config(*FROZEN, *MODES["passing"], *LAYOUTS[layout], f"run.dir={tmp_path}"))
     model, data = exported(tmp_path), open_train(data_folder(tmp_path), SEQ_LEN, seed=0)
     final: list[list[Tensor]] = []
@@ -97,9 +94,7 @@ def test_passing_hands_each_row_the_final_state_of_another(
 @pytest.mark.parametrize(
     ("mode", "layout"), [("contiguous", "one rank"), ("documents", "selective"), ("documents", "two ranks")]
 )
-def test_contiguous_rows_are_long_sequences(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path, mode: str, layout: str
-):
+def test_contiguous_rows_are_long_sequences(make_config, warm_ranks, tmp_path, mode, layout):
     """Each row's whole text in one pass, or each of its documents, which end with <eos>, in its own."""
     warm_ranks.launch(make_config(*FROZEN, *MODES[mode], *LAYOUTS[layout], f"run.dir={tmp_path}"))
     model = exported(tmp_path)
@@ -124,9 +119,7 @@ def test_contiguous_rows_are_long_sequences(
     assert train_losses(tmp_path) == pytest.approx((sums / counts).tolist(), rel=1e-5)
 
 
-def test_a_hybrid_passes_the_states_of_its_linear_layers(
-    make_config: Make, warm_ranks: WarmRanks, tmp_path: Path
-):
+def test_a_hybrid_passes_the_states_of_its_linear_layers(make_config, warm_ranks, tmp_path):
     hybrid = ["model.layer_types=[linear_attention,full_attention]", "model.num_attention_heads=2"]
     warm_ranks.launch(make_config(*FROZEN, *hybrid, *MODES["contiguous"], f"run.dir={tmp_path}"))
     assert "attention layers carry nothing" in (tmp_path / "train.log").read_text()

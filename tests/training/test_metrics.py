@@ -53,9 +53,7 @@ def test_a_wandb_run_keeps_its_id_over_a_resume(config: TrainConfig, wandb: Simp
     assert logged == [(1, {"tokens": 8, "loss": 2.0})]
 
 
-def test_a_run_does_not_need_wandb(
-    config: TrainConfig, wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_a_run_does_not_need_wandb(config, wandb, tmp_path, capsys):
     class Down(Exception):
         """Stand for any exception of the package."""
 
@@ -84,9 +82,7 @@ def test_a_run_does_not_need_wandb(
         open_sinks(config, folder, TrainState(), print)
 
 
-def test_nothing_that_a_view_raises_ends_a_run(
-    config: TrainConfig, wandb: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_nothing_that_a_view_raises_ends_a_run(config, wandb, tmp_path, capsys):
     def gone(*arguments: object, **options: object) -> None:
         raise RuntimeError("the service is gone")
 
@@ -123,9 +119,7 @@ def test_what_a_full_disk_refuses_is_told_of_once_and_written_later_and_the_view
     ]
 
 
-def test_a_terminal_that_has_gone_costs_lines_only(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_a_terminal_that_has_gone_costs_lines_only(make_config, tmp_path, capsys):
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))

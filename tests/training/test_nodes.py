@@ -5,7 +5,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ from warm_ranks import TWO_RANKS
 
 from fla_train.run.launch import launch
 from fla_train.run.resolve import resolve
-from fla_train.training.config import TrainConfig, load_config
+from fla_train.training.config import load_config
 from tests.ranks import free_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -124,9 +123,7 @@ def test_a_preempted_slurm_job_is_queued_again_and_goes_on_on_hosts_without_slur
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.long
-def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
-    overrides: list[str], cluster: dict[str, str], tmp_path: Path
-):
+def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(overrides, cluster, tmp_path):
     run = tmp_path / "run"
     reach = put(tmp_path / "tools" / "reach", REACH)
     environment = cluster | {"SSH": str(reach), "HOSTS": "127.0.0.1 localhost"}
@@ -147,9 +144,7 @@ def test_hosts_that_are_asked_to_stop_save_a_checkpoint_and_are_waited_for(
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.long
-def test_a_machine_that_is_killed_and_started_again_joins_the_others(
-    overrides: list[str], whole: Path, tmp_path: Path
-):
+def test_a_machine_that_is_killed_and_started_again_joins_the_others(overrides, whole, tmp_path):
     """The one that serves the store is killed before there is a checkpoint, and the other one later."""
     run, port = tmp_path / "run", free_port()
     agents: list[subprocess.Popen] = []
@@ -188,9 +183,7 @@ def test_a_machine_that_is_killed_and_started_again_joins_the_others(
     assert without_saves(run) == without_saves(whole) and weights(run) == weights(whole)
 
 
-def test_an_array_task_trains_its_job_of_the_sweep(
-    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
-):
+def test_an_array_task_trains_its_job_of_the_sweep(run_command, tmp_path):
     """scripts/train.slurm adds `run.job`; dry_run prints what the job would train."""
     words = ["fla-train", "-m", "debug=smoke", "launch.device=cpu", "seed=3,4", "dry_run=true"]
     words.append(f"run.dir={tmp_path / 'sweep'}")
@@ -202,9 +195,7 @@ def test_an_array_task_trains_its_job_of_the_sweep(
     assert code == 2 and err.count("its jobs are 0 to 1") == 1
 
 
-def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
-    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
-):
+def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(make_config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     more = ("run.dir=run", "trainer.global_batch_tokens=auto")
     expected = {"num_machines=1": 8, "num_machines=4": 32, "num_processes=2": 2, "device=cpu": 1}
@@ -214,9 +205,7 @@ def test_all_gpus_of_each_machine_are_taken_unless_told_otherwise(
 
 @pytest.mark.long  # test_start.py runs a rank of another launcher up to its first step
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_another_launcher_starts_the_ranks(
-    overrides: list[str], whole: Path, tmp_path: Path, launcher: list[str]
-):
+def test_another_launcher_starts_the_ranks(overrides, whole, tmp_path, launcher):
     run = tmp_path / "run"
     own = [option for option in TWO_RANKS if "num_processes" not in option]
     tool = Path(sys.executable).with_name(launcher[0])
@@ -230,9 +219,7 @@ def test_another_launcher_starts_the_ranks(
     assert load_config(run / "config.yaml").launch.num_processes == "auto"
 
 
-def test_ranks_of_another_launcher_need_a_run_folder_and_its_number(
-    make_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_of_another_launcher_need_a_run_folder_and_its_number(make_config, tmp_path, monkeypatch):
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError, match=r"run\.dir"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import TWO_RANKS
 
 from fla_train.cli.app import compose
 from fla_train.cli.base import with_base
@@ -36,9 +36,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_is_exported_and_continued(
-    make: Make, warm_ranks: WarmRanks, tmp_path: Path, name: str
-) -> None:
+def test_a_run_is_exported_and_continued(make, warm_ranks, tmp_path, name):
     settings = [f"model={name}", *NAMES[name], *SMALL, "trainer.activation_checkpointing=true"]
     settings += ["schedule=constant", "schedule.min_ratio=1"]  # the same rate whatever the run's end
     whole = tmp_path / "whole"
@@ -62,9 +60,7 @@ def test_a_run_is_exported_and_continued(
         check_initial_weights(make(f"init_from={whole}", *settings, "model.config.hidden_size=64"))
 
 
-def test_documents_of_a_packed_row_are_kept_apart_or_refused(
-    make: Make, warm_ranks: WarmRanks, tmp_path: Path
-) -> None:
+def test_documents_of_a_packed_row_are_kept_apart_or_refused(make, warm_ranks, tmp_path):
     packed = [*SMALL, "data.document_boundaries=true", "trainer.max_steps=1", *TWO_RANKS]
     warm_ranks.launch(make("model=hf/llama/tiny", *packed, f"run.dir={tmp_path / 'run'}"))
     assert losses(tmp_path / "run")

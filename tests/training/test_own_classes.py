@@ -93,9 +93,7 @@ def test_a_folder_does_not_choose_the_code_of_a_run(elsewhere: Path, tmp_path: P
 
 
 @pytest.mark.long
-def test_the_commands_find_a_class_in_the_working_directory(
-    overrides: list[str], elsewhere: Path, tmp_path: Path
-) -> None:
+def test_the_commands_find_a_class_in_the_working_directory(overrides, elsewhere, tmp_path):
     """Console scripts, of which Python does not search the working directory, and their workers."""
     run, scripts = tmp_path / "run", Path(sys.executable).parent
     settings = [*overrides, "trainer.max_steps=2", "launch.device=cpu", f"run.dir={run}"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from test_resume import losses, steps_logged, wait_for, weights
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import TWO_RANKS
 
 from fla_train.run.launch import launch
 from fla_train.training.config import TrainConfig
@@ -36,9 +36,7 @@ def blocked() -> Iterator[None]:
 
 @pytest.mark.usefixtures("blocked")
 @pytest.mark.slow
-def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(
-    make_config: Make, warm_ranks: WarmRanks, whole: Path, tmp_path: Path
-):
+def test_a_signal_saves_a_checkpoint_and_the_same_command_goes_on(make_config, warm_ranks, whole, tmp_path):
     run = tmp_path / "run"
     config = make_config(*TWO_RANKS, f"run.dir={run}")
 
@@ -116,9 +114,7 @@ def test_requests_that_follow_one_another_do_not_change_the_status(during: str):
     assert done.returncode == 75
 
 
-def test_a_signal_while_the_data_are_prepared_can_be_tried_again(
-    make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_signal_while_the_data_are_prepared_can_be_tried_again(make_config, tmp_path, monkeypatch):
     def slow(*arguments: object, **options: object) -> None:
         try:
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,9 +23,7 @@ def meet() -> None:
     print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"), *listening)
 
 
-def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_of_one_machine_meet_at_a_file_and_listen_on_the_loopback_only(tmp_path, monkeypatch):
     """They do so in the default group, and in another one, which checkpoints use."""
     for name in [key for key in os.environ if key.endswith("_SOCKET_IFNAME")]:
         monkeypatch.delenv(name)

@@ -106,9 +106,7 @@ def test_the_end_of_a_run(pushes, statuses: dict, expected: list[int], left: boo
         ([4, 8], 7, []),  # step 8 is trained again
     ],
 )
-def test_a_restart_pushes_the_rest(
-    pushes, recorded: list[int], step: int, pushed: list[int], tmp_path: Path
-) -> None:
+def test_a_restart_pushes_the_rest(pushes, recorded, step, pushed, tmp_path):
     for exported in (4, 6, 8, 12):  # no push is due at step 6
         (tmp_path / f"hf/step-{exported:07d}").mkdir(parents=True)
     records = [{"step": 4, "repo_id": "user/other"}]

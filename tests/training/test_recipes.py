@@ -40,9 +40,7 @@ def test_a_recipe_prepares_what_its_steps_read_and_little_more(name: str):
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_a_recipe_plans_what_its_paper_states(
-    recipe: Callable[..., TrainConfig], name: str, capsys: pytest.CaptureFixture
-):
+def test_a_recipe_plans_what_its_paper_states(recipe, name, capsys):
     tokens, steps, warmup, processes, sequences, parameters = PAPER[name]
     config = recipe(name, f"launch.num_processes={processes}")
     launch(config)

@@ -126,9 +126,7 @@ def assert_equal(ours: object, theirs: object) -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_resumed_run_equals_an_undisturbed_one(
-    make: Make, warm_ranks: WarmRanks, whole, tmp_path: Path, feature: str
-):
+def test_a_resumed_run_equals_an_undisturbed_one(make, warm_ranks, whole, tmp_path, feature):
     whole, again = whole(feature), cut(whole(feature), tmp_path / "again")
     warm_ranks.launch(make(*FEATURES[feature], f"run.dir={again}"))
     assert f"from {again}/checkpoints/{checkpoint.folder_name(MIDDLE)}" in (again / "train.log").read_text()
@@ -145,9 +143,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(
         ("packed", (TWO, "launch.context_parallel=2", "trainer.micro_batch_size=4")),
     ],
 )
-def test_a_run_resumes_on_another_number_of_ranks(
-    make: Make, warm_ranks: WarmRanks, whole, tmp_path: Path, feature: str, more: tuple[str, ...]
-):
+def test_a_run_resumes_on_another_number_of_ranks(make, warm_ranks, whole, tmp_path, feature, more):
     whole, again = whole(feature), cut(whole(feature), tmp_path / "again")
     options = [option for option in FEATURES[feature] if option != TWO]
     warm_ranks.launch(make(*options, *more, f"run.dir={again}"))

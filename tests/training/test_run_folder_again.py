@@ -69,9 +69,7 @@ def test_the_machines_are_those_of_the_command(run: Path, tmp_path: Path):
     ],
     ids=str,
 )
-def test_a_change_that_is_refused_prepares_nothing(
-    run: Path, fla_train, change: list[str], named: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_change_that_is_refused_prepares_nothing(run, fla_train, change, named, monkeypatch):
     def prepare(*_: object, **__: object) -> None:
         raise AssertionError("data were prepared")
 

@@ -5,19 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from warm_ranks import WarmRanks
 
 from fla_train.kernels.delta_product.selfcheck import CheckReport
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.run import rank
 from fla_train.run.resolve import resolve
-from fla_train.training.config import TrainConfig
 from fla_train.training.failures import RETRY, describe_failure
 from fla_train.training.plan import RunPlan
 from fla_train.utils.timeline import Timeline
@@ -86,14 +83,14 @@ main()
 )
 @pytest.mark.usefixtures("unwatched")
 def test_what_is_not_needed_is_not_imported(
-    overrides: list[str],
-    whole: Path,
-    tmp_path: Path,
-    program: str,
-    options: list[str],
-    left_out: set[str],
-    loaded: str,
-) -> None:
+    overrides,
+    whole,
+    tmp_path,
+    program,
+    options,
+    left_out,
+    loaded,
+):
     """The launcher is stopped at the start of its workers, a worker that imports ahead at its first step."""
     place = ["launch.device=cpu", "trainer.check_backend=true", f"run.dir={tmp_path / 'run'}"]
     hybrid = tmp_path / "hybrid"
@@ -135,9 +132,7 @@ def train_with_a_broken_backend(plan: RunPlan) -> tuple[str, bool]:
     return describe_failure(refused.value)
 
 
-def test_a_backend_that_is_wrong_ends_the_run_for_good_before_it_writes(
-    make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
-) -> None:
+def test_a_backend_that_is_wrong_ends_the_run_for_good_before_it_writes(make_config, warm_ranks, tmp_path):
     plan = resolve(make_config("trainer.check_backend=true", f"run.dir={tmp_path}"), data="prepare")
     ((line, final),) = warm_ranks.run(1, train_with_a_broken_backend, plan)
     assert final and "no such instruction" in line and "model.backend" in line

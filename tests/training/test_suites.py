@@ -102,9 +102,7 @@ def test_a_suite_that_fails_costs_a_line(tmp_path: Path, cause: str):
 
 
 @pytest.mark.parametrize(("recorded", "evaluated"), [([], [8]), ([4, 8], []), ([4], [8])])
-def test_a_resumed_run_evaluates_what_a_kill_has_lost(
-    tmp_path: Path, recorded: list[int], evaluated: list[int]
-):
+def test_a_resumed_run_evaluates_what_a_kill_has_lost(tmp_path, recorded, evaluated):
     lines = [json.dumps({"step": step, "evaluated_step": step}) + "\n" for step in recorded]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     run = Run(tmp_path)

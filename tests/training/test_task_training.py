@@ -97,9 +97,7 @@ def test_a_curriculum_begins_with_short_words(make) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_ends_at_its_target(
-    make, warm_ranks: WarmRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_at_its_target(make, warm_ranks, tmp_path, capsys):
     """Two evaluations in a row at the target end the run. With another target it continues."""
     run = tmp_path / "run"
     frequent = ["trainer.eval_every=2", "task.curriculum=[[2,1],[4,4]]"]

@@ -112,9 +112,7 @@ def test_a_closed_terminal_does_not_end_the_jobs_of_a_sweep(fla_train):
     closed.detach().close()
 
 
-def test_output_of_a_job_is_in_its_file_and_its_failure_on_the_terminal_too(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_output_of_a_job_is_in_its_file_and_its_failure_on_the_terminal_too(tmp_path, capfd):
     with pytest.raises(ValueError), command.output_to(tmp_path):
         print("step 1")
         raise ValueError
@@ -173,9 +171,7 @@ def test_the_run_folder_is_complete(sweep: tuple[Path, str]):
     assert "parameters " in (run / "output.txt").read_text()
 
 
-def test_the_same_sweep_again_resumes_each_job(
-    sweep: tuple[Path, str], fla_train, warm_ranks: ranks.WarmRanks
-):
+def test_the_same_sweep_again_resumes_each_job(sweep, fla_train, warm_ranks):
     """The first is complete; the second has lost its last checkpoint and what comes after it."""
     folder, _ = sweep
     before = read_metrics(folder / BATCH_8 / "metrics.jsonl")
@@ -196,9 +192,7 @@ def test_the_same_sweep_again_resumes_each_job(
     assert [(s["step"], s["tokens"], s["processes"]) for s in starts] == [(0, 0, 1), (3, 768, 1)]
 
 
-def test_a_run_knows_its_text_wherever_it_lies(
-    sweep: tuple[Path, str], fla_train, corpus: Path, tmp_path: Path
-):
+def test_a_run_knows_its_text_wherever_it_lies(sweep, fla_train, corpus, tmp_path):
     run = [*SWEEP[1:], "trainer.micro_batch_size=2", f"run.dir={sweep[0] / BATCH_2}"]
     moved = shutil.copytree(corpus, tmp_path / "moved")
     for cache in ([], [f"data.cache_dir={tmp_path / 'cache'}"]):
@@ -216,9 +210,7 @@ def train_until_it_fails(plan: Path) -> tuple[str, bool]:
     return describe_failure(failure.value)
 
 
-def test_a_diverging_run_stops_with_one_line_which_is_final(
-    make_config: Callable[..., TrainConfig], warm_ranks: ranks.WarmRanks, tmp_path: Path, monkeypatch
-):
+def test_a_diverging_run_stops_with_one_line_which_is_final(make_config, warm_ranks, tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(
         "fla_train.run.launch.run_workers",

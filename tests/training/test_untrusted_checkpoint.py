@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_steps import make_model
-from warm_ranks import TWO_RANKS, WarmRanks
+from warm_ranks import TWO_RANKS
 
 from fla_train.run.resolve import resolve
 from fla_train.training import checkpoint
@@ -75,9 +75,7 @@ def attack(config: TrainConfig, of_two_ranks: Path, folder: Path) -> dict[str, s
     return refusals
 
 
-def test_a_payload_in_any_file_is_refused(
-    whole: Path, make_config: Callable[..., TrainConfig], warm_ranks: WarmRanks, tmp_path: Path
-):
+def test_a_payload_in_any_file_is_refused(whole, make_config, warm_ranks, tmp_path):
     config = make_config(*TWO_RANKS, "launch.num_processes=1")
     of_two_ranks = checkpoint.CheckpointStore(whole / "checkpoints").list()[-1]
     (refusals,) = warm_ranks.run(1, attack, config, of_two_ranks, tmp_path)

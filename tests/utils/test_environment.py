@@ -11,9 +11,7 @@ import fla_train
 from fla_train.utils.environment import describe_environment, git_commit
 
 
-def test_description_is_plain_json_with_real_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_description_is_plain_json_with_real_versions(tmp_path, monkeypatch):
     (tmp_path / "attn_gym-7.8.dist-info").mkdir()
     (tmp_path / "attn_gym-7.8.dist-info" / "METADATA").write_text("Name: attn-gym\nVersion: 7.8\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -80,9 +80,7 @@ def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "file").is_file()
 
 
-def test_files_of_a_tokenizer_are_flushed_and_a_full_disk_is_an_error_of_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_tokenizer_are_flushed_and_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
     flushed: list[Path] = []
     monkeypatch.setattr(filesystem, "sync", flushed.append)
     save_tokenizer(SimpleNamespace(save_pretrained=lambda folder: make(folder / "more", "")), tmp_path)

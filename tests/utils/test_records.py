@@ -28,9 +28,7 @@ def line(step: int, **values: float) -> bytes:
 
 
 @pytest.mark.parametrize("damaged", DAMAGED.values(), ids=DAMAGED.keys())
-def test_only_the_damaged_line_is_lost(
-    damaged: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_damaged_line_is_lost(damaged, tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     # A kill has truncated the last line.
     lines = [*(line(step, loss=5 - step / 10) for step in range(1, 37)), b'{"step": 37, "lo']
