@@ -29,7 +29,7 @@ from fla_train.utils.keys import key, require_valid
 RESERVED = ("run.dir", "seed", "optimizer.lr", "trainer.max_tokens", "trainer.max_steps", "trainer.epochs")
 TASK_RESERVED = ("run.dir", "seed")
 FIRST = "first"
-MULTIPLE = 16  # of the MLP's width (channels)
+MULTIPLE = 16  # the MLP's width (channels) is a multiple of it
 
 
 @dataclass

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from fla_train.cli.app import INTERRUPTED, Job, fail, plain_errors, run_hydra
 from fla_train.eval.config import EvalConfig
+from fla_train.utils.processes import keep_freed_memory
 
 
 def register() -> None:
@@ -33,7 +34,6 @@ def task(job: Job) -> int:
     from fla_train.eval.parallel import OtherRankFailed, launched_ranks
     from fla_train.eval.run import evaluate
     from fla_train.utils.device import pick_device
-    from fla_train.utils.processes import keep_freed_memory
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every loaded model it is given
     options: EvalConfig = OmegaConf.to_object(job.config)

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from fla_train.cli.app import Job, fail, run_hydra
 from fla_train.eval.config import DTYPES
+from fla_train.hub.paths import last_component
 from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import key, require_valid
 
@@ -53,7 +54,6 @@ def task(job: Job) -> int:
     from fla_train.hub.checkpoint_config import resolve_checkpoint
     from fla_train.hub.convert import convert_export, stored_format
     from fla_train.hub.export import copy_export
-    from fla_train.hub.paths import last_component
     from fla_train.hub.push import push
     from fla_train.utils.device import pick_dtype
 

@@ -107,7 +107,7 @@ def override_errors(
     """
     try:
         config = compose_with([])
-    except Exception as failure:  # of --config-name or --config-dir
+    except Exception as failure:  # --config-name or --config-dir is wrong
         return [one_line(failure)]
     good: list[str] = []
     errors: dict[str, list[str]] = {}

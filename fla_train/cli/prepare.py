@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from fla_train.cli.app import Job, run_hydra
 from fla_train.cli.base import with_base
+from fla_train.data.config import make_paths_absolute
 from fla_train.training import config
 from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
@@ -33,7 +34,6 @@ def task(job: Job) -> int:
     node = job.config
     try:
         with leaving_at_once():
-            from fla_train.data.config import make_paths_absolute
             from fla_train.data.prepare import check_first_document, prepare
 
             run = node.run.dir

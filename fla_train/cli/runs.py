@@ -22,6 +22,7 @@ from fla_train.cli import comparison_config
 from fla_train.cli.app import leave, plain_errors
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
+from fla_train.training.metrics import draw_losses
 from fla_train.utils.overrides import plain
 
 if TYPE_CHECKING:  # imports torch, which --help does not need
@@ -138,7 +139,6 @@ def show(request: argparse.Namespace) -> None:
     from pandas import DataFrame
 
     from fla_train.run.results import find_runs
-    from fla_train.training.metrics import draw_losses
 
     runs = find_runs(request.folders)
     validated = any("validation_loss" in record for run in runs for record in run.records)

@@ -16,6 +16,10 @@ from fla_train.cli.app import Job, fail, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.run.import_ahead import import_ahead
 from fla_train.training.config import TrainConfig, register, to_config
+from fla_train.training.failures import TrainingFailed
+from fla_train.training.log import log
+from fla_train.training.metrics import last_value
+from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 from fla_train.training.run_folder import RunFolder
 from fla_train.utils.processes import end_without_collecting
 from fla_train.utils.ranks import is_rank
@@ -51,10 +55,6 @@ def train(job: Job) -> int:
     # Collecting garbage while importing would cost a seventh of the time.
     gc.disable()
     from fla_train import api
-    from fla_train.run.launch import TrainingFailed
-    from fla_train.training.log import log
-    from fla_train.training.metrics import last_value
-    from fla_train.training.preemption import EXIT_CODE, Preempted, leaving_at_once
 
     gc.freeze()
     gc.enable()

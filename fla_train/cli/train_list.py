@@ -22,8 +22,10 @@ from pathlib import Path
 
 from fla_train.cli.app import INTERRUPTED
 from fla_train.training.log import log
+from fla_train.training.preemption import EXIT_CODE
 from fla_train.utils.keys import fits
 from fla_train.utils.overrides import assign
+from fla_train.utils.processes import start_command
 from fla_train.utils.safe_files import read_yaml
 
 GRACE = 45.0  # seconds before the end of --seconds in which runs save a checkpoint
@@ -158,8 +160,6 @@ def run_jobs(
 
 def _start(job: Job, gpu: str) -> subprocess.Popen:
     """Start a job's command on a GPU, or on the CPU for ""."""
-    from fla_train.utils.processes import start_command
-
     job.folder.mkdir(parents=True, exist_ok=True)
     # One thread each, so that results do not depend on how many run at once. Kernels of other libraries that
     # tune themselves keep the outcome in Triton's cache.
@@ -191,8 +191,6 @@ def gpu_slots(gpus: str | None, jobs: int) -> list[str]:
 
 def exit_status(number: int) -> int:
     """Return the exit status of a command that a signal stopped."""
-    from fla_train.training.preemption import EXIT_CODE
-
     return INTERRUPTED if number == signal.SIGINT else EXIT_CODE
 
 

@@ -13,6 +13,7 @@ from fla_train.hub.saved_config import read_saved
 from fla_train.models.build import architecture
 from fla_train.training.checkpoint import WEIGHTS, step_of
 from fla_train.training.config import TrainConfig
+from fla_train.training.load_checkpoint import load_file
 from fla_train.training.metrics import draw_losses
 from fla_train.training.plan import read_plan
 from fla_train.training.resume import has_reached
@@ -156,7 +157,6 @@ class Run:
         if folder is None or not folder.is_dir():
             steps = ", ".join(map(str, kept)) or "none"
             raise ValueError(f"{self.path} has no checkpoint {checkpoint}: its steps are {steps}")
-        from fla_train.training.load_checkpoint import load_file
         from fla_train.training.model import build_model
 
         plan = read_plan(self.files.plan)

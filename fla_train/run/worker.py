@@ -16,6 +16,7 @@ from fla_train.run.import_ahead import wait_for_arguments
 from fla_train.training.failures import report
 from fla_train.training.log import redirect_output
 from fla_train.training.preemption import EXIT_CODE, StopRequest
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.processes import die_with_parent, end_without_collecting, keep_freed_memory
 from fla_train.utils.timeline import BEGAN, Timeline
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:  # it imports torch, and a request to stop must be handled bef
 
 def run(plan: "RunPlan", request: StopRequest, timeline: Timeline) -> NoReturn:
     """Run `rank.train` with this process's output in the rank's log, then end the process."""
-    from fla_train.training.run_folder import RunFolder
-
     try:
         console = redirect_output(RunFolder(Path(plan.config.run.dir)).log(int(os.environ["RANK"])))
     except OSError as failure:

@@ -17,14 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from fla_train.training.checkpoint import TrainState
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.filesystem import reason
 from fla_train.utils.ranks import is_first
 from fla_train.utils.records import Record, drop_records_after
 
-if TYPE_CHECKING:  # they import torch
-    from fla_train.training.checkpoint import TrainState
+if TYPE_CHECKING:  # imports Hydra
     from fla_train.training.config import LoggerConfig, TrainConfig
-    from fla_train.training.run_folder import RunFolder
 
 PROGRESS_INTERVAL = 5.0  # seconds between lines of progress
 
@@ -100,7 +100,7 @@ class Wandb:
 
     name, errors = "W&B", Exception
 
-    def __init__(self, config: "LoggerConfig", folder: "RunFolder", settings: dict, run_id: str | None):
+    def __init__(self, config: "LoggerConfig", folder: RunFolder, settings: dict, run_id: str | None):
         import wandb  # optional
 
         options = asdict(config.wandb) | {"name": config.wandb.name or folder.name}
@@ -144,7 +144,7 @@ Sink = MetricsFile | Wandb | Tensorboard
 
 
 def open_sinks(
-    config: "TrainConfig", folder: "RunFolder", state: "TrainState", log: Callable[[str], None]
+    config: "TrainConfig", folder: RunFolder, state: TrainState, log: Callable[[str], None]
 ) -> list[Sink]:
     """Open metrics.jsonl and the views that the config names, and continue them after `state.step`.
 
@@ -181,7 +181,7 @@ class RunLogger:
     """
 
     def __init__(
-        self, config: "TrainConfig", folder: "RunFolder", state: "TrainState", stream: TextIO, rank: int
+        self, config: "TrainConfig", folder: RunFolder, state: TrainState, stream: TextIO, rank: int
     ):
         self._stream = stream if rank == 0 else None
         self._sinks = open_sinks(config, folder, state, self.log) if rank == 0 else []

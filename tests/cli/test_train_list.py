@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from fla_train.cli.train_list import train_list
-from fla_train.utils import processes
 
 TRAINER = """
 import os, pathlib, signal, sys, time
@@ -48,7 +47,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
             command = [sys.executable, "-I", "-S", "-c", TRAINER, *overrides]
             return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | variables)
 
-    monkeypatch.setattr(processes, "start_command", start)
+    monkeypatch.setattr("fla_train.cli.train_list.start_command", start)
     monkeypatch.setattr("fla_train.cli.train_list.POLL", 0.01)
     (tmp_path / "list.yaml").write_text(LIST)
     return lambda *words: train_list([str(tmp_path / "list.yaml"), "--folder", f"{tmp_path}/runs", *words])

@@ -23,7 +23,6 @@ from fla_train.cli.comparison_config import ComparisonConfig as Config
 from fla_train.eval import model_comparison
 from fla_train.eval.run import evaluate
 from fla_train.models.build import build_on_meta
-from fla_train.utils import processes
 
 ROOT = Path(__file__).parents[2]
 SUITE = ["suite.perplexity.lengths=[16,32]", "suite.perplexity.bucket=16", "device=cpu"]
@@ -69,7 +68,7 @@ def started(warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> list[str]
             os.kill(os.getpid(), signal.SIGINT)
         return SimpleNamespace(poll=lambda: 0, returncode=0, send_signal=lambda number: None)
 
-    monkeypatch.setattr(processes, "start_command", start)
+    monkeypatch.setattr(train_list, "start_command", start)
     monkeypatch.setattr(train_list, "POLL", 0)
     return names
 

@@ -1,14 +1,12 @@
 """Interface of token mixers, including custom ones."""
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.context import SequenceContext
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
 
 
 class Mixer(Protocol):
@@ -30,7 +28,7 @@ class Mixer(Protocol):
         """Make layer `layer_index` of the model; `options` are `config.mixer_options`."""
 
     def __call__(
-        self, x: Tensor, context: SequenceContext | None = None, cache: "Cache | None" = None
+        self, x: Tensor, context: SequenceContext | None = None, cache: Cache | None = None
     ) -> Tensor:
         """Mix x [B, T, D], the new tokens; no output depends on a later token.
 

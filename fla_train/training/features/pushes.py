@@ -10,10 +10,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from fla_train.training.callback import Callback
+from fla_train.training.run_folder import RunFolder
 from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import key
 from fla_train.utils.overrides import assign
@@ -22,9 +23,8 @@ from fla_train.utils.records import drop_records_after, read_metrics
 
 if TYPE_CHECKING:
     from fla_train.training.config import TrainConfig
-    from fla_train.training.run_folder import RunFolder
 
-NICENESS = 10  # of the process, so that ranks and data workers run first
+NICENESS = 10  # lets ranks and data workers run before the process
 WRONG_REQUEST = 2  # exit status of a push that would fail again, for example of a damaged export
 # The process never uses the GPU, and its log contains no progress bars.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -55,7 +55,7 @@ class Pushes(Callback):
         log: writes one line for the user.
     """
 
-    def __init__(self, config: "TrainConfig", folder: "RunFolder", log: Callable[[str], None]) -> None:
+    def __init__(self, config: "TrainConfig", folder: RunFolder, log: Callable[[str], None]) -> None:
         self._config, self._mixer = config.hub, config.model.get("mixer")
         self._folder, self._log = folder, log
         self._record, self._output = folder.root / "pushes.jsonl", folder.root / "logs/push.log"
@@ -156,8 +156,7 @@ class Pushes(Callback):
             return
         config, export = self._config, self._folder.export(self._waiting[0])
         options = {"checkpoint": export, "dtype": config.dtype, "mixer": self._mixer, "hub.tag": export.name}
-        names = ("repo_id", "private", "license", "language")
-        options |= {f"hub.{name}": getattr(config, name) for name in names}
+        options |= {f"hub.{entry.name}": getattr(config, entry.name) for entry in fields(HubRepository)}
         try:
             for folder in (self._output.parent, self._scratch):
                 folder.mkdir(exist_ok=True)
