@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 LAYOUTS = ("documents", "packed")
 NEEDLE_TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
 NEEDLE_PROMPTS = ("ruler", "continuation")
-DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)  # of a needle, in percent of the text
+DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)  # positions of a needle, in percent of the text
 
 
 @dataclass

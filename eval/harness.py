@@ -221,7 +221,7 @@ def task_jobs(
         options |= dict.fromkeys(seeds, suite.seed)
 
     def work(name: str) -> Measurements:
-        lm.pop_truncated()  # of a task that failed
+        lm.pop_truncated()  # drop what a failed task has left
         try:
             with local_datasets(mirror), redirect_stdout(sys.stderr):  # stdout is for the table
                 loaded = manager.load([name])

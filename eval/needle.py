@@ -47,8 +47,8 @@ PROMPTS = {
     "in the provided text? The special magic {kind} for {key} mentioned in the provided text is",
     "continuation": "{text}\n" + NEEDLE.partition(" {value}")[0],
 }
-KINDS = {"niah_single_1": "number", "niah_single_2": "number", "niah_single_3": "uuid"}  # of the value
-ESSAY_CHARACTERS = 4_000_000  # of the user's texts that are read: about a million tokens
+KINDS = {"niah_single_1": "number", "niah_single_2": "number", "niah_single_3": "uuid"}  # kinds of values
+ESSAY_CHARACTERS = 4_000_000  # limit on the user's texts: about a million tokens
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 ADJECTIVES = (
     "bold brave calm clever crisp eager fancy gentle happy honest jolly lively lucky noble quiet swift"

@@ -25,7 +25,7 @@ def run_kernel(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: A
     The arguments are all those of the kernel, and launch options: num_warps, num_stages, maxnreg, launch_pdl.
     The compiled kernel may depend on these arguments only: Triton's knobs are read at the first call.
     """
-    if not isinstance(kernel, triton.JITFunction):  # of Triton's interpreter
+    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter has another class
         kernel[grid](**arguments)
         return
     names, constants, variables, variants = _parameters(kernel)

@@ -33,7 +33,7 @@ from fla_train.utils.safe_files import find_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_COUNTS = ("documents", "tokens", "text_bytes")  # of a split
+_COUNTS = ("documents", "tokens", "text_bytes")  # numbers of each split
 _KEPT = ("bytes", "sha256", *SPLITS)  # what a manifest keeps of a shard's record
 _COUNT_AT_ONCE = 1 << 20  # tokens; to count one takes 8 bytes
 Log = Callable[[str], None]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-_BATCH_CHARACTERS = 1 << 19  # of documents to tokenize at once
+_BATCH_CHARACTERS = 1 << 19  # size of a batch of documents to tokenize
 _AHEAD = 3  # slices per process that may wait for an earlier one
 
 
@@ -180,7 +180,7 @@ def tokenize_source(
         Interrupted: a process died.
     """
     left = limits = Limits(max_documents or math.inf, max_tokens or math.inf)
-    done: list[Record] = []  # of the first shards, which are complete: a stream continues behind them
+    done: list[Record] = []  # records of the complete first shards, behind which a stream continues
     while (record := read_record(folder, len(done))) and not left.reached_by(record):
         done.append(record)
         left = left.after(record)

@@ -12,7 +12,7 @@ from fla_train.hub.paths import last_component
 from fla_train.utils.hub_names import HubRepository
 from fla_train.utils.keys import require_valid
 
-HTTPError = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever this huggingface_hub uses
+HTTPError = HfHubHTTPError.__bases__[0]  # class of httpx or httpx2, whichever huggingface_hub uses
 ACCESS = (401, 403, 404)  # statuses that reject a token or a name
 NO_TOKEN = "no Hub token: run `hf auth login` or set HF_TOKEN"
 # Files of an earlier export that would change how this one loads. They are deleted unless they are replaced.

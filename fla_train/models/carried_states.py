@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 RECURRENT, CONV = "recurrent", "conv"
-STATES_PER_LAYER = 3  # of each kind, as in a cache
+STATES_PER_LAYER = 3  # number of states of each kind, as in a cache
 
 
 class StateKey(NamedTuple):
@@ -43,7 +43,7 @@ class CarriedStates:
     def __init__(self, start: Mapping[StateKey, Tensor], end: Mapping[StateKey, Tensor], layers: int) -> None:
         self.layers = [LayerStates(start, layer) for layer in range(layers)]
         self.rows = len(next(iter(end.values())))
-        self.carries_inputs = any(key.kind == CONV for key in end)  # of convolutions
+        self.carries_inputs = any(key.kind == CONV for key in end)  # the inputs of convolutions
         self._end = end
 
     def update_recurrent_state(self, state: Tensor, layer_index: int, state_idx: int = 0) -> None:

@@ -40,7 +40,7 @@ from fla_train.models.context import Masks, attention_kinds
 from fla_train.models.fused_step import fused_step, takes_fused_step
 from fla_train.models.layers import is_plain
 
-PREFILL_TOKENS = 16384  # of all sequences in one pass over a prompt, unless `prefill_chunk_size` is set
+PREFILL_TOKENS = 16384  # tokens of a pass over all prompts, unless `prefill_chunk_size` is set
 CHECK_EVERY = 16  # steps between checks on the host whether all sequences have finished
 PURE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # read the scores only
 SIZE_UNIT = 1024  # tokens; capacities are rounded up to it, so that calls of similar length share a graph
@@ -245,7 +245,7 @@ class Decoder:
                 end = static.max_cache_len if isinstance(static, WindowLayer) else total
                 new = slice(max(end - steps, 0), end)  # a window has its newest tokens last
                 layer.update(static.keys[:, :, new], static.values[:, :, new])
-                layer.cumulative_length = total  # of a window shorter than `steps`
+                layer.cumulative_length = total  # also for a window shorter than `steps`
 
     def record(self, model: PreTrainedModel) -> None:
         """Record the step as a CUDA graph. This changes the states, but not the random generator."""

@@ -28,7 +28,7 @@ from fla_train.kernels.fused_ops.float8 import (
 from fla_train.kernels.fused_ops.rms_norm import cast_rms_norm
 from fla_train.kernels.weight_gradient import weight_gradient
 
-LEAST_ROWS = 128  # of a weight; those of betas and decays have one row per head and stay bf16
+LEAST_ROWS = 128  # smaller weights stay bf16: those of betas and decays have one row per head
 GRADIENTS = E5M2
 
 

@@ -121,7 +121,7 @@ class DeltaProductPreTrainedModel(PreTrainedModel):
         """Draw the parameters of one module. `init.*` skip tensors that a checkpoint has filled."""
         if isinstance(module, nn.Linear | nn.Embedding | ShortConvolution):
             init.normal_(module.weight, mean=0.0, std=self._initial_std(module))
-            if getattr(module, "bias", None) is not None:  # of a task head
+            if getattr(module, "bias", None) is not None:  # a task head may have one
                 init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)

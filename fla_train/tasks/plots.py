@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-MOST_POINTS = 32  # of a curve over lengths or slices
+MOST_POINTS = 32  # limit on the points of a curve over lengths or slices
 AXES = {"prefix": "prefix length (tokens)", "length": "sequence length (tokens)"}
 
 

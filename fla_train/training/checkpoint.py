@@ -55,7 +55,7 @@ class TrainState:
     run: str | None = None  # `RunFolder.id`
     config: dict[str, Any] = field(default_factory=dict)  # config of the run: key -> value
     data: str | None = None  # fingerprint of the prepared data
-    commits: dict[str, str] = field(default_factory=dict)  # of the Hub's datasets, by corpus of a mixture
+    commits: dict[str, str] = field(default_factory=dict)  # the Hub's commit of each corpus of a mixture
 
 
 def folder_name(step: int) -> str:

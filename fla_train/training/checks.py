@@ -156,7 +156,7 @@ def _optimizer_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def _launch_errors(config: TrainConfig) -> Iterator[str]:
-    processes = config.launch.num_processes  # of all machines together
+    processes = config.launch.num_processes  # number on all machines together
     if (config.launch.machine_rank or 0) not in range(config.launch.num_machines):
         yield f"launch.machine_rank={config.launch.machine_rank} must be below launch.num_machines"
     for name in ("num_machines", "context_parallel"):

@@ -41,7 +41,7 @@ def hub_failure() -> str | None:
         return "offline (HF_HUB_OFFLINE)"
     try:
         get_session().head(constants.ENDPOINT, timeout=ANSWER_TIMEOUT)
-    except Exception as error:  # of the HTTP client that huggingface_hub uses
+    except Exception as error:  # the classes depend on the HTTP client of huggingface_hub
         return f"no answer from {constants.ENDPOINT} ({error})"
     return None
 

@@ -64,7 +64,7 @@ class Selection:
     algorithm: str  # "fused_recurrent" or "chunk"
     algorithm_reason: str
     segment_chunks: int = 0  # chunks of a segment; 0: sequences are not split
-    num_segments: int = 0  # of all sequences; for packed rows an upper bound
+    num_segments: int = 0  # number in all sequences; an upper bound for packed rows
     segments_reason: str = ""
     chunk_prepare_wy: KernelChoice | None = None
     chunk_fwd: KernelChoice | None = None
@@ -72,7 +72,7 @@ class Selection:
     chunk_bwd_qkg: KernelChoice | None = None
     fused_backward: bool = False  # chunk_bwd_fused in place of chunk_bwd_state and chunk_bwd_qkg
     fused_reason: str = ""
-    fused_launches: int = 1  # of chunk_bwd_fused; 2: for 128 columns of V and for the rest
+    fused_launches: int = 1  # launches of chunk_bwd_fused; 2: for 128 columns of V and for the rest
 
     def explain(self) -> list[str]:
         """Return one sentence per decision."""
@@ -122,14 +122,14 @@ class Sizes(NamedTuple):
     """Sizes of a call, the input of `select_kernel`."""
 
     device: torch.device
-    dtype: torch.dtype  # of q, k and v
+    dtype: torch.dtype  # dtype of q, k and v
     batch: int
     tokens: int
-    heads: int  # of v
+    heads: int  # heads of v
     key_dim: int
     value_dim: int
     num_householder: int = 1
-    documents: int = 0  # of a packed row: `cu_seqlens` has one number more; 0 for rows of one sequence
+    documents: int = 0  # documents in a packed row, one fewer than numbers in `cu_seqlens`; 0: not packed
     qk_l2norm: bool = True  # whether the kernels normalise q and k
     group: int = 1  # value heads per key head
 

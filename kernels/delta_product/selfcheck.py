@@ -165,7 +165,7 @@ def check_backend(
             errors = [
                 relative_rms(x, expected) for x in results[name].chunk(num_copies(case, backend, device))
             ]
-            error = torch.tensor(errors).max().item()  # of the worst copy, NaN if one has a NaN
+            error = torch.tensor(errors).max().item()  # error of the worst copy, NaN if one has a NaN
             rows.append(Difference(case.name, name, error, _tolerance(name, backend, dtype, case)))
     return CheckReport(backend, str(device), dtype, tuple(rows), failure)
 

@@ -25,13 +25,13 @@ from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Exponent of the largest magnitudes once scaled; the formats end at 1.75 * 2^(TOP + 1).
 TOP = {E4M3: 7, E5M2: 14}
-MULTIPLE = 16  # of both sizes of a matrix that float8 products take
+MULTIPLE = 16  # float8 products need matrices whose two sizes are multiples of it
 
-AMAX_PROGRAMS_PER_PROCESSOR = 4  # of the kernels that look for the largest magnitude
+AMAX_PROGRAMS_PER_PROCESSOR = 4  # programs of the kernels that look for the largest magnitude
 AMAX_BLOCK = 8192  # elements at once, in 8 warps as all kernels here
-FP8_TILE = (128, 128)  # of a cast
-ROWS_TILE = (8, 512)  # of SwiGLU without a transpose
-SWIGLU_TILE = (128, 64)  # of SwiGLU's backward pass
+FP8_TILE = (128, 128)  # tile of a cast
+ROWS_TILE = (8, 512)  # tile of SwiGLU without a transpose
+SWIGLU_TILE = (128, 64)  # tile of SwiGLU's backward pass
 CAST_WARPS = 8
 
 

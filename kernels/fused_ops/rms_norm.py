@@ -21,8 +21,8 @@ from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 MAX_SIZE = 16384  # channels; the Triton kernels hold a row in registers
 NORM_TILE = 2048  # elements of a tile of short rows
 NORM_ELEMENTS_PER_WARP = 512
-NORM_STAGES = 2  # of the backward kernel's loop: it loads a tile ahead of the one that it computes
-NORM_PROGRAMS_PER_PROCESSOR = 4  # of the backward kernel: all of them run at once
+NORM_STAGES = 2  # stages of the backward kernel's loop, which loads one tile ahead
+NORM_PROGRAMS_PER_PROCESSOR = 4  # programs of the backward kernel, all of which run at once
 
 
 def rms_norm(

@@ -22,7 +22,7 @@ from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
 SPAN = 32  # tokens from one stored state to the next
-STAGES = tl.constexpr(4)  # of loops over tokens, which else wait for each load; 8: 12% slower (H100)
+STAGES = tl.constexpr(4)  # stages of loops over tokens; 1 would wait for each load; 8: 12% slower (H100)
 TILE = 512  # elements of the states of a program, which is one warp
 MAX_STATE = 64  # beyond, parts of the gradients of b and c would be as large as the states
 

@@ -15,7 +15,7 @@ from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
 TOLERANCE = 1e-3  # in fp32; violations of the contract are much larger
-LENGTHS = (19, 11, 4)  # of three rows, without their padding to the longest
+LENGTHS = (19, 11, 4)  # lengths of three rows, which are padded to the longest
 Pairs = list[tuple[Tensor, Tensor]]  # outputs and expected values
 
 

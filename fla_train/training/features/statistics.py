@@ -26,7 +26,7 @@ class Statistics(Callback):
         if not self._active:
             return
         self._gates: dict[str, Tensor] = {}
-        self._length = micro_batches[0].max_length_q  # of a sequence in a packed row
+        self._length = micro_batches[0].max_length_q  # length of the longest sequence in a packed row
         self._before = [master.detach().clone() for master in self._masters()]
         mixers = [module for module in self.trainer.model.modules() if hasattr(module, "gates")]
         self._hooks = [

@@ -43,7 +43,7 @@ from fla_train.kernels.delta_product.hopper.inside_chunk import (
 
 WARPS = 8
 WIDTH, HALF = gl.constexpr(64), gl.constexpr(128)  # columns of a tile of V, and of half the key channels
-TILES = gl.constexpr(4)  # of V
+TILES = gl.constexpr(4)  # number of tiles of V
 PARTS = gl.constexpr(8)  # slices of a state: the tiles of V for one half, then for the other
 SLOTS = gl.constexpr(3)
 SCORES = gl.constexpr(2)  # tiles of u whose place dA' and dP' take

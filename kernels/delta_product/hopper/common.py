@@ -31,7 +31,7 @@ SLICED = gl.constexpr(96)  # sums over 65 to 96 columns stop here, not at the pa
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
 PAIR = gl.constexpr(shared_heads.PAIR)  # for Gluon
-LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # of `triton.chunk_fwd`
+LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # the same as in `triton.chunk_fwd`
 
 ALIGNMENT = 16  # bytes, alignment of the copy engine's reads
 # Layout of tiles of 16-bit numbers, as the copy engine writes them and matrix products read them.
@@ -39,7 +39,7 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 TILE_IN_3D = gl.NVMMASharedLayout(128, 16, 3)  # the same in memory, with a dimension of one
 # Of 64 scalars in shared memory.
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of several times 64 scalars
+PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # layout of several times 64 scalars
 # Lines of a table: beta, reciprocal norms; factors of k where it reads a state and where it is written, and
 # of q; cumulative gates by step and by token, and the gates as given. Without gates the last three are not
 # filled. `inside_chunk` puts sums into lines that nobody needs again.

@@ -36,7 +36,7 @@ from fla_train.kernels.delta_product.hopper.common import (
 from fla_train.kernels.delta_product.triton.chunk_fwd import LOG2E, MIN_LOG2_DECAY
 
 WARPS = 4
-REGISTERS = 128  # of a thread, instead of 150: four programs share an SM and not three, and few are spilled
+REGISTERS = 128  # a thread's limit. With 150, three programs share an SM instead of four; few are spilled
 # Constants of chunk_fwd for Gluon: log2(e), and the least log2 decay of a token.
 PER_NAT, LEAST_DECAY = gl.constexpr(LOG2E.value), gl.constexpr(MIN_LOG2_DECAY.value)
 

@@ -16,7 +16,7 @@ from fla_train.kernels.sizes import ceil_div, next_power_of_2
 MIN_TOKENS = 32
 # The interpreter's bf16 products are garbage, so it gets fp32 operands.
 INTERPRETED = triton.knobs.runtime.interpret
-FP32_PRECISION = "tf32x3"  # of products of fp32 operands
+FP32_PRECISION = "tf32x3"  # precision of products of fp32 operands
 OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # A head's row of scalars is as long as a multiple of this: where 16 does not divide a row's length, which it
 # seldom does in evaluations, Triton would compile each kernel once more.

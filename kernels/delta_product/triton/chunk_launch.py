@@ -100,8 +100,8 @@ def delta_product_backward(
     cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, dv.shape[-2:]
     selection = select_for(q, dv, cu_seqlens, qk_l2norm)
     tiles = value_tiles(value_dim) if selection.fused_backward else 1
-    tile_shares = tiles if selection.fused_launches == 1 else 1  # of dbeta and dg
-    key_shares = heads // q.shape[2] * tile_shares  # of dq and dk
+    tile_shares = tiles if selection.fused_launches == 1 else 1  # partial sums of dbeta and dg
+    key_shares = heads // q.shape[2] * tile_shares  # partial sums of dq and dk
     added = selection.fused_backward and key_shares == PAIR
     totals = {"dq": (dq, key_shares, added), "dk": (dk, key_shares, added)}
     totals["dbeta"] = (dbeta[..., None], tile_shares)
