@@ -13,6 +13,8 @@ import torch
 from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
 
+from fla_train.cli.app import compose
+from fla_train.cli.eval import register
 from fla_train.eval import harness
 from fla_train.eval.config import EvalConfig, SuiteConfig
 from fla_train.eval.harness import FlaTrainLM
@@ -25,7 +27,6 @@ from fla_train.hub.export import export_model
 from fla_train.utils.keys import find_errors
 from tests.eval.conftest import token_losses, value, write_mirror
 
-ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = Path(lm_eval.tasks.__file__).parent
 TASKS = ["wikitext", "lambada_openai", "arc_easy", "squad_completion"]
 
@@ -210,7 +211,8 @@ def test_a_name_does_not_lead_out_of_the_mirror(name: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", ["zero_shot", "recall", "paper"])
 def test_suites_hold_the_columns_of_the_table(name: str) -> None:
-    config = SuiteConfig(**OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/suite/{name}.yaml")))
+    register()
+    config = OmegaConf.to_object(compose("eval", [f"suite={name}"])).suite
     columns = {"zero_shot": ZERO_SHOT, "recall": RECALL, "paper": ZERO_SHOT + RECALL}[name]
     assert list(config.tasks) == list(dict.fromkeys(column.task for column in columns))
     assert config.name == name and not find_errors(config, "suite.")
