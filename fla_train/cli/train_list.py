@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fla_train.cli.app import INTERRUPTED
 from fla_train.training.log import log
-from fla_train.training.preemption import EXIT_CODE
+from fla_train.training.preemption import EXIT_CODE, SIGNALS
 from fla_train.utils.keys import fits
 from fla_train.utils.overrides import assign
 from fla_train.utils.processes import start_command
@@ -118,7 +118,7 @@ def run_jobs(
             `seconds`) or None.
     """
     signals: list[int] = []  # received
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    handled = (signal.SIGINT, *SIGNALS)
     previous = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in handled}
     waiting, free, failed = list(jobs), list(slots), {}
     running: dict[str, tuple[subprocess.Popen, str]] = {}  # process and slot

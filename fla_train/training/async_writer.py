@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fla_train.training import checkpoint
+from fla_train.training.failures import describe_exit
 from fla_train.utils.filesystem import move_folder, reason, sync, write_whole
 from fla_train.utils.processes import die_with_parent, module_command
 
@@ -112,8 +113,7 @@ class AsyncWriter:
             try:
                 self._result = Result(*self._connection.recv())
             except (EOFError, OSError):
-                code = self.process.wait()
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+                how = describe_exit(self.process.wait())
                 self._result = Result(f"rank {self._rank}: the writer process {how}", 0.0)
             self._busy = False
         return self._result
