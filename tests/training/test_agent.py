@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -49,8 +50,9 @@ def play(
         run_workers(["-c", START + code, str(folder), str(status)], launch, **how)
 
 
-def after(folder: Path, ranks: int, action: Callable[[], None]) -> threading.Thread:
-    """Do `action` once all workers are ready."""
+@contextmanager
+def after(folder: Path, ranks: int, action: Callable[[], None]) -> Iterator[None]:
+    """Do `action` once all workers are ready, while the block runs. No worker outlives the block."""
 
     def wait() -> None:
         deadline = time.monotonic() + 60
@@ -60,7 +62,9 @@ def after(folder: Path, ranks: int, action: Callable[[], None]) -> threading.Thr
 
     thread = threading.Thread(target=wait)
     thread.start()
-    return thread
+    yield
+    thread.join()
+    assert not children()
 
 
 def interrupted_by(*numbers: signal.Signals) -> Callable[[], None]:
@@ -104,11 +108,10 @@ def test_a_killed_worker_is_named_and_its_peers_do_not_outlive_it(tmp_path: Path
     def kill() -> None:
         next(c for c in children() if c.environ()["RANK"] == "1").kill()
 
-    thread, begun = after(tmp_path, 2, kill), time.monotonic()
-    with pytest.raises(TrainingFailed, match="rank 1: was killed by SIGKILL"):
+    begun = time.monotonic()
+    with after(tmp_path, 2, kill), pytest.raises(TrainingFailed, match="rank 1: was killed by SIGKILL"):
         play(deaf + READY + WAIT, tmp_path, local(2))
-    thread.join()
-    assert not children() and time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -118,38 +121,28 @@ def test_a_request_is_repeated_until_workers_stop_with_a_checkpoint(tmp_path: Pa
         "received = []\ndef stop(*_):\n    received.append(1)\n    len(received) < 2 or sys.exit(75)\n"
         "signal.signal(signal.SIGUSR1, stop)\n"
     )
-    thread = after(tmp_path, 2, interrupted_by(number))
-    with pytest.raises(Preempted):
+    with after(tmp_path, 2, interrupted_by(number)), pytest.raises(Preempted):
         play(stop + READY + WAIT, tmp_path, local(2, max_restarts=3))
-    thread.join()
-    assert not children()
 
 
 def test_workers_without_handlers_have_nothing_to_save(tmp_path: Path):
-    thread = after(tmp_path, 2, interrupted_by(signal.SIGTERM))
-    with pytest.raises(Preempted):
+    with after(tmp_path, 2, interrupted_by(signal.SIGTERM)), pytest.raises(Preempted):
         play(READY + WAIT, tmp_path, local(2))
-    thread.join()
-    assert not children()
 
 
 @pytest.mark.parametrize(("status", "error"), [(1, Preempted), (2, TrainingFailed)])
 def test_a_failure_after_a_request_starts_nothing_again(tmp_path: Path, status: int, error: type):
     """Another start may succeed, unless the failure is final."""
     fail = f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({status}))\n"
-    thread = after(tmp_path, 1, interrupted_by(signal.SIGTERM))
-    with pytest.raises(error):
+    with after(tmp_path, 1, interrupted_by(signal.SIGTERM)), pytest.raises(error):
         play(fail + READY + WAIT, tmp_path, local(max_restarts=3))
-    thread.join()
 
 
 def test_a_second_interrupt_quits_at_once(tmp_path: Path, capfd: pytest.CaptureFixture):
     ignore = "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
-    thread = after(tmp_path, 2, interrupted_by(signal.SIGINT, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
+    with after(tmp_path, 2, interrupted_by(signal.SIGINT, signal.SIGINT)), pytest.raises(KeyboardInterrupt):
         play(ignore + READY + WAIT, tmp_path, local(2))
-    thread.join()
-    assert not children() and "Ctrl-C again" in capfd.readouterr().err
+    assert "Ctrl-C again" in capfd.readouterr().err
 
 
 def test_ranks_share_the_cores_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
