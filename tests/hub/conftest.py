@@ -14,6 +14,14 @@ from fla_train.models.modeling import DeltaProductForCausalLM
 SIZE = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 
 
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the Hub and the code of models are cached in the test's folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for module in ("dynamic_module_utils", "utils.hub"):
+        monkeypatch.setattr(f"transformers.{module}.HF_MODULES_CACHE", str(tmp_path / "code"))
+
+
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
     return load_tokenizer(TokenizerConfig(name="bytes"))

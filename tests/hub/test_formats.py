@@ -164,8 +164,6 @@ def test_a_foreign_checkpoint_from_the_hub(safe: bool, tokenizer, tmp_path: Path
         save_torch_state_dict(state, folder, max_shard_size="50KB")
     else:
         torch.save(state, folder / "pytorch_model.bin")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     loaded = load_causal_lm("user/tiny")
     assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(model))

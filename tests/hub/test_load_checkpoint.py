@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,12 +59,11 @@ def test_load(export: Path, small_model) -> None:
     assert recorded_length(small_model) is None and trained_length(small_model) == 32
 
 
-def test_a_model_from_the_hub_has_its_training_record(export: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_model_from_the_hub_has_its_training_record(export: Path, tmp_path: Path) -> None:
     commit, repository = "1" * 40, tmp_path / "cache/models--user--tiny"
     shutil.copytree(export, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     model, tokenizer = load_model("user/tiny")
     assert trained_length(model) == 77
     (repository / "snapshots" / commit / "training.json").unlink()

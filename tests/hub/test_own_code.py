@@ -96,9 +96,7 @@ def test_triton_kernels_run_in_a_bare_environment(tokenizer, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def export(tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in ("transformers.dynamic_module_utils", "transformers.utils.hub"):
-        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def export(tokenizer, tmp_path: Path) -> Path:
     return export_model(model_of("gated_delta_product"), tokenizer, tmp_path / "export")
 
 
@@ -150,8 +148,7 @@ def test_the_package_and_an_export_work_in_one_process(export: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [16, 128])  # for which Hopper kernels run in the package, and not here
-def test_an_export_runs_its_triton_kernels_on_a_gpu(head_dim: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_an_export_runs_its_triton_kernels_on_a_gpu(head_dim: int, tmp_path: Path) -> None:
     model = model_of("gated_delta_product", head_dim=head_dim).to("cuda", torch.bfloat16)
     copy = by_its_own_code(export_model(model, None, tmp_path / "export", dtype=torch.bfloat16)).to("cuda")
     ids = IDS.repeat(1, 20).to("cuda")

@@ -12,7 +12,6 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-import transformers
 import yaml
 
 from fla_train.cli import export as export_command
@@ -29,10 +28,9 @@ from tests.hub.conftest import contents
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -172,9 +170,8 @@ def test_access_is_known_before_training(hub: FakeHub, monkeypatch: pytest.Monke
     assert "hf_wrong" not in str(failure.value) and "\n" not in str(failure.value)
 
 
-def test_round_trip(hub, export, run_command, tmp_path, monkeypatch):
+def test_round_trip(hub, export, run_command):
     """From `fla-export` to the Hub and back by name: weights, tokenizer and training record."""
-    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     code, out, err = run_command("fla-export", f"checkpoint={export}", "hub.repo_id=user/tiny", "hub.tag=v1")
     assert code == 0 and f"pushed {export} to {hub.address}" in out and TOKEN not in out + err
     local, remote = load_model(export), load_model("user/tiny")
@@ -185,8 +182,7 @@ def test_round_trip(hub, export, run_command, tmp_path, monkeypatch):
     assert remote[1]("the state").input_ids == ids[0].tolist()
 
 
-def test_without_the_hub_the_cache_is_read_at_once(hub, export, monkeypatch, tmp_path):
-    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+def test_without_the_hub_the_cache_is_read_at_once(hub, export, monkeypatch):
     push(export, "user/tiny")
     load_model("user/tiny")
     hub.shutdown()

@@ -31,8 +31,6 @@ class OwnModel(LlamaForCausalLM):
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the code would make, though the user says yes to every question."""
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
-    for module in ("transformers.dynamic_module_utils", "transformers.utils.hub"):
-        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
     return tmp_path / "marker"
 
 
