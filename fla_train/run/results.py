@@ -180,7 +180,7 @@ def find_runs(places: Iterable[str | Path]) -> list[Run]:
                 inner.clear()
         inside = {path: Run(path) for path in sorted(below, key=_natural) if _is_readable(path)}
         if not inside:
-            raise ValueError(f"{place} holds no run" if os.path.exists(place) else f"there is no {place}")
+            raise ValueError(f"{place}: {'no run' if os.path.exists(place) else 'no such folder'}")
         runs |= inside
     return list(runs.values())
 

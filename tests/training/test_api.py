@@ -106,7 +106,7 @@ def test_runs_are_found_in_order_with_what_differs(folders: Path, make_config: M
     lock = RunLock(runs[0].files)
     assert [run.status for run in runs] == ["running", "stopped", "stopped"]
     lock.close()
-    with pytest.raises(ValueError, match="there is no"):
+    with pytest.raises(ValueError, match="nowhere"):
         find_runs([folders / "nowhere"])
     # Without plan.json nobody knows the last step of a run whose length is in tokens.
     runs[0].files.config.write_text(to_yaml(make_config("trainer.max_steps=null", "trainer.max_tokens=4096")))
