@@ -62,9 +62,13 @@ def train(config: TrainConfig) -> Run | None:
         Preempted: a signal or Ctrl-C arrived, and a checkpoint has been saved.
         KeyboardInterrupt: Ctrl-C arrived while no workers ran, or a second time.
     """
+    errors = []
     if config.trainer.suite_every:
-        check_suite(config.trainer.suite, config.trainer.suite_options)
-    folder = launch(config)
+        try:
+            check_suite(config.trainer.suite, config.trainer.suite_options)
+        except ValueError as error:
+            errors = [str(error)]
+    folder = launch(config, errors)
     return None if folder is None else Run(folder.root)
 
 

@@ -10,6 +10,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Literal
@@ -39,20 +40,21 @@ VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at other sizes
 Data = Literal["prepare", "find", "none"]
 
 
-def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
+def resolve(request: TrainConfig, *, data: Data = "none", errors: Sequence[str] = ()) -> RunPlan:
     """Check a request and return its plan.
 
     Args:
         request: a composed config, which is not changed.
         data: `prepare` missing data; `find` data on this machine without fetching or writing anything;
             `none`: plan without data and without a run folder.
+        errors: errors of the request that the caller has found.
 
     Raises:
         ValueError: the request, the run folder or the data have errors, listed one per line.
     """
     request = deepcopy(request)
     _make_paths_absolute(request)
-    require_none([*find_errors(request), *find_model_errors(request)])
+    require_none([*find_errors(request), *find_model_errors(request), *errors])
     config = deepcopy(request)
     folder = None if config.run.dir is None or data == "none" else RunFolder(Path(config.run.dir))
     # Without a run folder there is at most the checkpoint that `trainer.resume` names.
@@ -63,11 +65,11 @@ def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     if saved is not None:
         _fill_saved_sizes(config, *saved)
     _fill_machine(config)
-    errors = find_misfits(config)
+    misfits = find_misfits(config)
     if config.trainer.epochs is None:
         _fill_steps(config, None)
-        errors += find_late_misfits(config)
-    require_none(errors)
+        misfits += find_late_misfits(config)
+    require_none(misfits)
     if data != "none":
         _check_before_preparing(config, folder, saved, fetch=data == "prepare")
     if config.task is None:

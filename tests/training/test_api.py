@@ -73,6 +73,9 @@ def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_
     config.optimizer.learning_rate = 1e-3  # no field: Python keeps it all the same
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate"):
         fla_train.train(config)
+    config = make_config("trainer.suite_every=4", "trainer.suite=expressivity", "seed=-1")
+    with pytest.raises(ValueError, match=r"(?s)seed=-1.*trainer\.suite"):
+        fla_train.train(config)
     with pytest.raises(ValueError, match="holds no run"):
         Run(tmp_path)
 
