@@ -24,7 +24,7 @@ _ROOT = str(Path(__file__).parents[2])  # the folder that holds our package
 
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cores_of_rank() -> int:
@@ -42,13 +42,11 @@ def openmp_threads(default: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, even by kill -9 (Linux).
+    """Make the kernel kill this process when its parent dies, even by kill -9.
 
     Args:
         parent: process id of the parent, to detect that it died before this call.
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent died before the call above.
     if os.getppid() != parent:
