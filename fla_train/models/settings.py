@@ -1,8 +1,8 @@
 """Settings of all DeltaProduct models, with their checks.
 
 The fields of `DeltaProductSettings` define the settings, from which `DeltaProductConfig` makes a config of
-transformers. configs/model/common.yaml explains each. The launcher of a run imports this module. It does not
-import transformers, because that would take a third of a second.
+transformers. configs/model/common.yaml explains each. This module imports neither torch nor transformers,
+because commands import it before they answer.
 """
 
 import math
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from fla_train.kernels.delta_product.interface import BACKENDS
 from fla_train.utils.keys import key, require_valid
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -105,7 +104,7 @@ class DeltaProductSettings:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    backend: str = key("auto", choices=("auto", *BACKENDS), free="machine")
+    backend: str = key("auto", choices=("auto", "recurrent", "chunk", "triton"), free="machine")
     recompute_operator: bool = key(False, free="machine")
 
     def __post_init__(self) -> None:

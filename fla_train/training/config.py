@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fla_train.data.config import DataConfig
 from fla_train.hub.saved_config import escaped, read_saved
+from fla_train.models.settings import MACHINE_KEYS
 from fla_train.tasks.config import TaskConfig
 from fla_train.training.callback import make_callbacks
 from fla_train.training.features.context_parallel import ContextParallelKeys
@@ -213,11 +214,10 @@ class RunConfig:
 class TrainConfig:
     """Hold the root of `train.yaml`. `model` is the node of any model, see `fla_train.models.build`."""
 
-    # The free keys are `MACHINE_KEYS` of `models/settings.py`, which imports torch.
     model: Any = key(
         resume="fixed",
         keys={
-            "resume": {"backend": "free", "recompute_operator": "free"},
+            "resume": dict.fromkeys(MACHINE_KEYS, "free"),
             "from_task": {"vocab_size": True},
             "classes": {"mixer": True},
         },

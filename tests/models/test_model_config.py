@@ -7,6 +7,7 @@ from small_models import every_variant, small_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from fla_train.cli.app import compose
+from fla_train.kernels.delta_product.interface import BACKENDS
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.flops import attention_flops, count_parameters, flops_per_token
 from fla_train.models.modeling import DeltaProductForCausalLM
@@ -22,6 +23,10 @@ def test_all_errors_are_reported_together():
     with pytest.raises(ValueError) as error:
         DeltaProductConfig(hidden_act="nope", mixer="code", sliding_window=4)
     assert all(name in str(error.value) for name in ("hidden_act=nope", "mixer=code", "sliding_window"))
+
+
+def test_every_backend_of_the_operator_can_be_set():
+    assert [DeltaProductConfig(backend=name).backend for name in BACKENDS] == list(BACKENDS)
 
 
 def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
