@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
+from fla_train.hub.card import published_card
 from fla_train.hub.checksums import CARD, REMEDY, find_export_damage, visible_files
 from fla_train.hub.paths import last_component
 from fla_train.utils.hub_names import HubRepository
@@ -59,8 +60,6 @@ def push(
             header of its card is invalid.
         ConnectionError: no network, or the Hub rejected the push.
     """
-    from fla_train.hub.card import published_card  # imports the models, which `check_access` does not need
-
     folder = Path(folder)
     origin = Path(origin or folder)
     require_valid(HubRepository(repo_id), "hub.")
