@@ -145,7 +145,7 @@ def _lengths(results: Sequence[EvalResult], section: str) -> list[int]:
 
 
 def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
-    every_second = lengths[(len(lengths) + 1) % 2 :: 2]  # with the longest
+    every_second = lengths[(len(lengths) + 1) % 2 :: 2]  # the longest is among them
     length_axis(panel, lengths if len(lengths) <= 8 else every_second)
     panel.set_xlabel(label)
 

@@ -109,7 +109,7 @@ class FlaTrainLM(HFLM):
             self.batch_size_per_gpu = max(AUTO_TOKENS // self._max_length, 1)
         self._truncated: set[str] = set()
         self.ranks = ranks or Ranks(self.rank, self.world_size)
-        self._rank, self._world_size = self.ranks.rank, self.ranks.world  # which lm-eval reads
+        self._rank, self._world_size = self.ranks.rank, self.ranks.world  # lm-eval reads these
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's values, one after the other."""
@@ -139,7 +139,7 @@ class FlaTrainLM(HFLM):
             tasks=[task for name, task in (groups | tasks).items() if name not in children],
             task_manager=manager,
             bootstrap_iters=BOOTSTRAP,
-            log_samples=True,  # for their hashes and contributions
+            log_samples=True,  # samples have the hashes and contributions
             **options,
         )
 

@@ -52,7 +52,7 @@ def comparison() -> str:
 
 
 def _mathml(latex: str) -> str:
-    from latex2mathml.converter import convert  # of the extra `docs`
+    from latex2mathml.converter import convert  # installed by the extra `docs`
 
     return f'<div class="formula">{convert(latex.strip(), display="block")}</div>'
 

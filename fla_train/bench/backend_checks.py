@@ -35,7 +35,7 @@ def run_checks(combinations: Sequence[Combination]) -> Iterator[CheckReport]:
             combination: [
                 pool.submit(check_backend, *combination, cases=[case])
                 for case in CASES
-                if combination[2].itemsize == 2 or not case.busy  # in fp32 busy ones run no other kernel
+                if combination[2].itemsize == 2 or not case.busy  # busy cases in fp32 run no other kernel
             ]
             for combination in combinations
             if combination[0] == "triton"

@@ -48,7 +48,7 @@ def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str 
         saved = _of_run(file)
         base = {section: values for section, values in saved.items() if section not in chosen}
         left_out = pop_leaves(base, _is_left_to_the_command)
-        if "data" in chosen and saved["init_from"]:  # whose tokenizer the run follows, as at its first start
+        if "data" in chosen and saved["init_from"]:  # the run keeps the tokenizer of its weights
             tokenizer = saved["data"]["tokenizer"]
             base["data"] = {"tokenizer": {name: tokenizer[name] for name in ("name", "eos_token")}}
     elif weights:

@@ -89,7 +89,7 @@ def export_model(
                 (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n")
                 library = (translation.PACKAGE, content["model_type"])
             save_torch_state_dict(stored, aside, metadata={"format": "pt"})
-        except (SafetensorError, OSError) as error:  # for example, a full disk
+        except (SafetensorError, OSError) as error:  # a full disk, for example
             raise OSError(f"{folder} could not be written: {error}") from error
         (aside / TRAINING_FILE).write_text(json.dumps(asdict(card), indent=2) + "\n")
         images = [shutil.copyfile(plot, aside / plot.name).name for plot in plots]

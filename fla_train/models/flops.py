@@ -44,7 +44,7 @@ class TrainingMemory:
     parameters: int
     gradients: int
     optimizer: int
-    activations: int  # as the backward pass begins
+    activations: int  # held as the backward pass begins
     accumulates: bool  # whether gradients of earlier micro-batches exist at that time
 
     @property

@@ -412,7 +412,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         """
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         wanted = generation_config.output_attentions or generation_config.output_hidden_states
-        tuned = "prepare_inputs_for_generation" in vars(self)  # by PEFT, which puts its prompt in front
+        tuned = "prepare_inputs_for_generation" in vars(self)  # PEFT has set it, and puts its prompt in front
         if cache is not None and not (wanted or tuned):
             chunk = generation_config.prefill_chunk_size or max(1, PREFILL_TOKENS // len(input_ids))
             generation_config.prefill_chunk_size = None

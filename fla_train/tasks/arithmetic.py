@@ -62,7 +62,7 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
     n = len(lengths)
     text = np.zeros((n, draws.shape[1]), dtype=np.int64)
     answers = np.full_like(text, IGNORE)
-    values = np.zeros_like(text)  # at the place where an expression starts, its value
+    values = np.zeros_like(text)  # each expression's value, at the place where it starts
     rows, starts, sizes = np.arange(n), np.zeros(n, dtype=np.int64), lengths
     splits, ends = [], []
 

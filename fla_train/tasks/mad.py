@@ -78,7 +78,7 @@ class InContextRecall(Task):
         starts, seen = _layout(noise, choice, self.half)
 
         inputs = np.zeros((n, length + 2), dtype=np.int64)  # with room for a cut pair
-        values = np.full_like(inputs, IGNORE)  # at a value: the value, if its key was seen before
+        values = np.full_like(inputs, IGNORE)  # the value at each value whose key was seen before
         inside = starts < length
         row, place = np.nonzero(inside & noise)
         inputs[row, starts[row, place]] = 2 * self.half + below(for_ids, self.noise_vocab)[place, row]

@@ -120,7 +120,7 @@ def _load_yaml(text: str) -> Any:
             if getattr(event, "anchor", None) is not None:  # also true for an alias
                 raise ValueError("it uses a YAML anchor or alias: write the values out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:  # before the loader, which is recursive
+            if depth > DEEPEST:  # stop here, because the loader is recursive
                 raise RecursionError
         return _Loader(text).get_single_data()
     except yaml.YAMLError as failure:

@@ -104,7 +104,7 @@ class StagingBuffer:
         if on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # without effect if None
+        with torch.cuda.stream(self._stream):  # a stream of None has no effect
             for key, copy in copies.items():
                 copy.copy_(self._sources[key], non_blocking=True)
         if on_gpu:

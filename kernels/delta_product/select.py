@@ -100,7 +100,7 @@ class Override:
     algorithm: str | None = None
     segment_chunks: int | None = None  # 0: sequences stay whole
     options: LaunchOptions | None = None
-    fused_backward: bool | None = None  # where the Hopper kernels can run
+    fused_backward: bool | None = None  # whether it may run, where the Hopper kernels can
     fused_launches: int | None = None  # 2: where V has 129 to 256 columns and heads are not grouped
 
 
@@ -181,7 +181,7 @@ def select_for(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, qk_l2norm: bool)
     (batch, tokens, key_heads, key_dim), (num_householder, heads, value_dim) = q.shape, v.shape[2:]
     dims = (batch, tokens, heads, key_dim, value_dim, num_householder)
     sizes = Sizes(q.device, q.dtype, *dims, documents, qk_l2norm, heads // key_heads)
-    if torch.compiler.is_compiling():  # which traces no caches and no files
+    if torch.compiler.is_compiling():  # tracing supports neither caches nor files
         return _select_algorithm(sizes, _override)
     return _select(sizes, _override)
 

@@ -150,7 +150,7 @@ def check_backend(
 
         # Where sequences are split, a kernel writes indices by which torch selects states.
         whole = [(case, inputs) for case, inputs in prepared if case.segment_chunks is None]
-        with suppress(Exception):  # which comes again below
+        with suppress(Exception):  # the same failure is handled below
             precompile(lambda: [run(case, inputs) for case, inputs in whole], cores_of_rank())
     for case, inputs in prepared:
         exact = {name: _to(x, "cpu", torch.float64) for name, x in inputs.items()}

@@ -22,7 +22,7 @@ from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
-MAX_TAPS = 4  # of the Triton kernels, which keep the inputs before a token in registers
+MAX_TAPS = 4  # limit of the Triton kernels, which keep a token's earlier inputs in registers
 HALO = tl.constexpr(3)  # inputs before a token that reach it
 GROUP = tl.constexpr(4)  # tokens per step of a program
 # (L, BR, BD, warps): tokens per block (a multiple of GROUP), blocks and channels per program.

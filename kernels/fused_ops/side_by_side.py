@@ -67,6 +67,6 @@ class SideBySideGradients:
 
 def empty_gradient(x: Tensor) -> Tensor:
     """Return uninitialized memory for the gradient of x, in its `SideBySideGradients` if x has one."""
-    compiling = torch.compiler.is_compiling()  # which traces no attributes of gradient functions
+    compiling = torch.compiler.is_compiling()  # tracing does not support attributes of gradient functions
     gradients = None if compiling else getattr(x.grad_fn, "side_by_side", None)
     return x.new_empty(x.shape) if gradients is None else gradients.take(x.output_nr, x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div
 
-ROWS, COLUMNS = 256, 8  # of a tile
+ROWS, COLUMNS = 256, 8  # sizes of a tile
 
 
 def sum_rows(parts: Tensor, total: Tensor) -> None:

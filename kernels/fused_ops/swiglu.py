@@ -19,7 +19,7 @@ from fla_train.kernels.sizes import ceil_div, next_power_of_2
 from fla_train.kernels.weight_gradient import weight_gradient
 
 SWIGLU_ELEMENTS = 2048  # elements per program of the Triton kernels
-MAX_COLUMNS = 256  # of them, per row
+MAX_COLUMNS = 256  # columns of a program's tile, at most
 SWIGLU_WARPS = 4
 
 

@@ -19,9 +19,9 @@ from fla_train.kernels.fused_ops.gates import softplus
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
-MAX_WEIGHTS = 6  # of `linear_step`
+MAX_WEIGHTS = 6  # limit of `linear_step`
 MAX_STATE = 32768  # elements of a head's state in `mixer_step`: 128 registers of each of 256 threads
-MAX_TOKENS = 64  # per program of `linear_step`
+MAX_TOKENS = 64  # limit per program of `linear_step`
 
 
 def linear_step(

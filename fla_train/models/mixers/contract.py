@@ -14,7 +14,7 @@ from torch import Tensor
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
-TOLERANCE = 1e-3  # in fp32; violations of the contract are much larger
+TOLERANCE = 1e-3  # rounding in fp32; violations of the contract are much larger
 LENGTHS = (19, 11, 4)  # lengths of three rows, which are padded to the longest
 Pairs = list[tuple[Tensor, Tensor]]  # outputs and expected values
 

@@ -30,7 +30,7 @@ ROWS = gl.constexpr(64)  # Householder steps per chunk, and rows of every tile o
 SLICED = gl.constexpr(96)  # sums over 65 to 96 columns stop here, not at the padded 128
 
 LEAST = gl.constexpr(TINY.value)  # `triton.common.TINY`, for Gluon
-PAIR = gl.constexpr(shared_heads.PAIR)  # for Gluon
+PAIR = gl.constexpr(shared_heads.PAIR)  # `triton.shared_heads.PAIR`, for Gluon
 LEAST_GATE = gl.constexpr(MIN_LOG_DECAY.value)  # the same as in `triton.chunk_fwd`
 
 ALIGNMENT = 16  # bytes, alignment of the copy engine's reads
