@@ -150,6 +150,8 @@ def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exce
     ):
         close = _closest(value, known) or [name for name in known if value in name.split("/")]
         return f"{text}: unknown option{_did_you_mean(close)}\n    options of {key}: {', '.join(known)}"
+    if "is not a ListConfig" in one_line(failure):
+        return f"{text}: this key is a list: '{key}=[{value}]'"
     unknown = re.search(r"Key '.*' (?:is )?not in .*\n\s*full_key: (\S+)", str(_cause(failure)))
     if known and not unknown:
         return f"{text}: {one_line(failure)}"
