@@ -37,7 +37,7 @@ class SourceConfig:
     name: str | None = key(None, sources=("hub",))
     revision: str | None = key(None, sources=("hub",))
     split: str = key("train", sources=("hub",))
-    text_column: str = "text"
+    text_column: str = key("text", sources=("local", "hub"))
     max_documents: int | None = key(None, at_least=1, prepared="fingerprint")
     max_tokens: int | None = key(None, at_least=1, prepared="fingerprint")
 

@@ -46,6 +46,7 @@ def test_the_example_config_has_no_error(make_config: Make):
         ("trainer.keep_checkpoints=0 trainer.keep_every=4", "trainer.keep_every"),
         ("hub.push_every=2", "hub.repo_id"),
         ("data.path=null", "data.path"),
+        ("data=stdlib data.path=null data.text_column=body", "data.text_column=body"),
         ("model.num_heads=0", "num_heads"),
         # Keys that must fit others
         ("trainer.global_batch_tokens=300", "256 or 320"),
