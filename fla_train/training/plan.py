@@ -41,7 +41,7 @@ class RunPlan:
         parameters: number as the papers count, with the embedding once.
         parameters_held: number including the head, unless it is tied to the embedding.
         tokens: tokens of the whole run.
-        epochs: tokens / tokens of the training split.
+        epochs: tokens / tokens of the training split; if not prepared, / the most tokens that it may have.
         flops_per_token: FLOPs of forward and backward pass.
         memory_bytes: estimate per process.
         gpu_hours: flops_per_token * tokens / (assumed utilization * peak of a GPU).
@@ -179,10 +179,11 @@ def plan_lines(plan: RunPlan) -> list[str]:
             fits = plan.memory_bytes <= USABLE * size * 2**30
             besides += f"{', ' if besides else '; '}fits {size} GB: {'yes' if fits else 'no'}"
     most = "at most " if config.task is not None and config.task.curriculum else ""
+    least = "at least " if plan.training_tokens is None else ""  # data.max_tokens is a limit
     return [
         f"parameters   {plan.parameters:,} with the embedding counted once, {plan.parameters_held:,} in all",
         f"tokens       {most}{plan.tokens:,} = {trainer.max_steps:,} steps x {trainer.global_batch_tokens:,}"
-        + (f" ({plan.epochs:.2f} epochs)" if plan.epochs else ""),
+        + (f" ({least}{plan.epochs:.2f} epochs)" if plan.epochs else ""),
         f"batch        {launch.describe()} x {config.num_accumulated} micro-batch(es) x "
         f"{trainer.micro_batch_size} sequences x {trainer.seq_len} tokens",
         f"FLOPs        {plan.flops_per_token:.3g} per token, {plan.flops_per_token * plan.tokens:.3g} in all",
