@@ -70,8 +70,13 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     ]
     groups = shards[nearest]["optimizer"]["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for group, settings_now in zip(optimizer.param_groups, settings, strict=True):
+    for index, (group, settings_now) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
         group.update(settings_now)
+        # Torch has cast the tensors to the weights' dtype. A custom optimizer may keep others.
+        held = optimizer.state[group["params"][0]]
+        for key, value in state.get(index, {}).items():
+            if isinstance(value, Tensor) and value.dtype != held[key].dtype:
+                held[key] = value.to(held[key].device)
     return read_state(folder)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_train.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from fla_train.training.load_checkpoint import is_loadable
 from fla_train.utils.errors import described
 from fla_train.utils.import_class import import_class, import_object
 
@@ -119,7 +120,10 @@ def _custom_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.opti
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(optimizer.grad_scale)
+        # PyTorch's unfused Adam and SGD reject the two attributes.
+        hidden = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
         plain_step()
+        vars(optimizer).update(hidden)
 
     optimizer.step = step
     return optimizer
@@ -132,7 +136,8 @@ def check_elementwise(config: OptimizerConfig) -> None:
     of both variants on a small matrix.
 
     Raises:
-        ValueError: it can't be imported, the weights differ, or the constructor fails or creates state.
+        ValueError: it can't be imported, the weights differ, the constructor fails or creates state, or a
+            checkpoint of the state could not be read again.
     """
     custom = import_class(config.name, torch.optim.Optimizer, "torch.optim.Optimizer")
     generator = torch.Generator().manual_seed(0)
@@ -150,6 +155,9 @@ def check_elementwise(config: OptimizerConfig) -> None:
                 for parameter, piece in zip(parameters, cut(gradient), strict=True):
                     parameter.grad = piece
                 optimizer.step()
+            saved = optimizer.state_dict()
+            if not is_loadable(saved) or any(type(key) is not int for key in saved["state"]):
+                raise ValueError("checkpoints hold only tensors and plain values of parameters and groups")
         except Exception as error:
             raise ValueError(f"optimizer.name={config.name} can't be used: {described(error)}") from error
         results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))

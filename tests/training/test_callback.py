@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import engine_steps
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -208,7 +209,15 @@ class Normalized(torch.optim.SGD):
         super().step()
 
 
-def test_an_optimizer_of_whole_matrices_is_rejected():
+class Counted(torch.optim.SGD):
+    """Counts its steps in a type that a checkpoint is not read with."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.param_groups[0]["steps"] = np.float64(1)
+
+
+def test_an_optimizer_of_whole_matrices_or_unreadable_state_is_rejected():
     def check(name: str) -> None:
         check_elementwise(OptimizerConfig(name, 0.1, 0.1, 0.9, 0.95, 1e-8, 1.0))
 
@@ -216,6 +225,7 @@ def test_an_optimizer_of_whole_matrices_is_rejected():
         check(f"torch.optim:{elementwise}")
     for other, reason in (
         (f"{__name__}:Normalized", "whole matrices"),
+        (f"{__name__}:Counted", "checkpoints"),
         ("torch.optim:Adagrad", "in its constructor"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -34,6 +34,17 @@ TASK = [
     *("task.tests.longer.length=12", "task.test_sequences=24", "task.batch_size=16", "trainer.log_every=1"),
     *("trainer.check_backend=false", "logger=none"),
 ]
+
+
+class NarrowMomentum(torch.optim.SGD):
+    """Keeps its momentum in bf16, where torch's `load_state_dict` casts it to the dtype of the weights."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
 FEATURES = {
     "packed": [TWO, PACKED, EPS],
     "bf16": [
@@ -56,7 +67,7 @@ FEATURES = {
         *("schedule.name=optimization:inverse_sqrt", "schedule.options={warmup: 2}"),
     ],
     "custom optimizer and callbacks": [
-        *(TWO, "optimizer.name=optimization:Lion", "optimizer.options={betas: [0.8, 0.9]}"),
+        *(TWO, f"optimizer.name={__name__}:NarrowMomentum", "optimizer.options={momentum: 0.9}"),
         *("optimizer.lr=1e-3", f"trainer.callbacks={CALLBACKS}"),
     ],
 }
@@ -148,7 +159,7 @@ def test_a_run_resumes_on_another_number_of_ranks(make, warm_ranks, whole, tmp_p
     options = [option for option in FEATURES[feature] if option != TWO]
     warm_ranks.launch(make(*options, *more, f"run.dir={again}"))
     assert "start from zero" not in (again / "train.log").read_text()
-    # Muon rounds to bf16, and Lion takes signs of sums that may be near zero.
+    # Muon and the custom optimizer round to bf16.
     tolerance = 1e-3 if feature in ("muon", "custom optimizer and callbacks") else 1e-5
     for ours, theirs in zip(losses(again), losses(whole), strict=True):
         assert ours.keys() == theirs.keys()
