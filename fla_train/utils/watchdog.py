@@ -7,7 +7,6 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 
@@ -42,7 +41,9 @@ class Watchdog:
     def __init__(self, timeout: float, give_up: Callable[[str], None]):
         self._timeout, self._give_up = timeout, give_up
         self._times: Counter[Hashable] = Counter()  # occurrences of each kind of work
-        # Current work, its deadline (monotonic), and the seconds it was granted.
+        # Seconds that the watch has slept, none of them while the process was stopped (`scontrol suspend`).
+        self._clock = 0.0
+        # Current work, its deadline, and the seconds it was granted.
         self._now = ("", float("inf"), 0.0)
         self._closed = threading.Event()
         if timeout:
@@ -58,15 +59,17 @@ class Watchdog:
         usual = kind is not None and self._times[kind] >= FIRST_TIMES
         self._times[kind] += 1
         seconds = self._timeout * (1 if usual else LONGER)
-        self._now = (doing, time.monotonic() + seconds, seconds)
+        self._now = (doing, self._clock + seconds, seconds)
 
     def close(self) -> None:
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(1.0, self._timeout / 10)):
+        period = min(1.0, self._timeout / 10)
+        while not self._closed.wait(period):
+            self._clock += period
             doing, until, seconds = self._now
-            if time.monotonic() > until:
+            if self._clock > until:
                 # Dump the stacks of all threads, which show the call that hangs.
                 faulthandler.dump_traceback(file=sys.stderr)
                 self._give_up(f"no progress for {seconds:g} s while {doing}")

@@ -1,9 +1,13 @@
 """Throughput, statistics of a step, watchdog and profiles, each against something worked out by hand."""
 
 import json
+import signal
+import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 
 import pytest
@@ -102,25 +106,43 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
     assert not model.model.layers[0].attn._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("kind", "patience"), [("step", 0.4), (None, 2)])
+@pytest.mark.parametrize(("kind", "patience"), [("step", 10), (None, 50)])
 def test_a_watchdog_barks_once_progress_stops(monkeypatch, capfd, kind, patience):
     """Work without a kind, which waits for disks, may always take five times as long."""
     barked: list[str] = []
-    heard = threading.Event()
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("fla_train.utils.watchdog.time", clock)
-    dog = Watchdog(0.4, lambda line: (barked.append(line), heard.set()))
-    for _ in range(3):  # kernels are compiled
-        dog.beat("in step 1", kind)
-        clock.now += 0.99 * 2
-    for _ in range(8):
-        dog.beat("in step 7", kind)
-        clock.now += 0.99 * patience
-    assert not heard.wait(0.2)
-    clock.now += 0.02 * patience
-    assert heard.wait(60)
+    watches: list = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: watches.append(thread.run))
+    dog = Watchdog(10, barked.append)
+
+    def seconds():
+        for _ in range(3):  # kernels are compiled
+            dog.beat("in step 1", kind)
+            yield from [False] * 50
+        for _ in range(8):
+            dog.beat("in step 7", kind)
+            yield from [False] * patience
+        assert not barked
+        yield False
+
+    monkeypatch.setattr(threading.Event, "wait", partial(next, seconds()))
+    watches[0]()
     assert barked == [f"no progress for {patience} s while in step 7"]
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
+
+
+def test_a_suspended_process_has_not_hung():
+    code = "import sys; from fla_train.utils.watchdog import Watchdog, end_process\n"
+    code += "dog = Watchdog(0.2, end_process(print)); dog.beat('it')\n"
+    code += "print('begun', flush=True); sys.stdin.read()"
+
+    with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        assert process.communicate() == (b"", None)
+    assert process.returncode == 0
 
 
 def test_a_run_tells_all_that_it_is_asked_for(make_config, warm_ranks, tmp_path):
