@@ -75,7 +75,7 @@ class SLSTM(Recurrence):
 
     def step(self, state: Tensor, inputs: Tensor) -> Tensor:
         h, c, n, m = state.unbind(1)  # [B, H, d]
-        gates = inputs.unflatten(-1, (h.shape[1], -1)) + torch.einsum("bhd,hde->bhe", h, self.recurrent)
+        gates = inputs.unflatten(-1, (h.shape[1], -1)) + torch.einsum("bhd,hde->bhe", h, self.recurrent.to(h))
         i, f, z, o = gates.chunk(4, dim=-1)
         kept = F.logsigmoid(f) + m
         m = torch.maximum(kept, i)

@@ -44,7 +44,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path):
-        self.path = Path(folder).expanduser()
+        self.path = Path(folder).expanduser().absolute()  # the working directory may change
         self.files = RunFolder(self.path)
         self.name = self.files.name
         if not self.files.config.is_file():

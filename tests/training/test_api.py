@@ -39,7 +39,9 @@ def test_the_page_runs_from_top_to_bottom(warm_ranks, tmp_path, monkeypatch, cap
         assert "finished 24" in capsys.readouterr().out
         again = fla_train.train(names["config"])  # complete: it is read only
     assert not GlobalHydra.instance().is_initialized()
-    run = names["run"]
+    monkeypatch.chdir(tmp_path / "runs")
+    run = Run("python")
+    monkeypatch.chdir("/")
     assert again.path == run.path and run.config.optimizer.lr == 3e-3
     losses = run.metrics.validation_loss.dropna()
     assert list(losses.index) == [12, 24] and run.checkpoints.keys() == {12, 24}

@@ -62,12 +62,13 @@ def contract_checks(model: DeltaProductForCausalLM) -> list[Callable[[], Pairs]]
         return [(packed, torch.cat([logits(piece[None])[0] for piece in pieces]))]
 
     def gradients() -> Pairs:
-        """gradients are finite in bf16"""
+        """gradients in bf16 and outputs of bf16 weights are finite"""
         trained = copy.deepcopy(model).float().train()
         with torch.autocast(rows.device.type, dtype=torch.bfloat16):
             loss = trained(rows, labels=rows).loss
-        # The difference of two infinities is NaN.
-        return [(grad, grad) for grad in torch.autograd.grad(loss, list(trained.parameters()))]
+        outputs = torch.autograd.grad(loss, list(trained.parameters()))
+        outputs += (trained.bfloat16()(rows).logits.float(),)
+        return [(x, x) for x in outputs]  # the difference of two infinities is NaN
 
     @torch.no_grad()
     def cached_steps() -> Pairs:
