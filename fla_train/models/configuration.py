@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fla_train.models.settings import ATTN_KEYS, MACHINE_KEYS, DeltaProductSettings
+from fla_train.models.settings import ATTN_KEYS, FIELDS, MACHINE_KEYS, DeltaProductSettings
 
 
 class DeltaProductConfig(DeltaProductSettings, PreTrainedConfig):
@@ -25,9 +25,14 @@ class DeltaProductConfig(DeltaProductSettings, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> "DeltaProductConfig":
-        """Make the config of a file. Its mixer is permitted if `options` name one."""
+        """Make the config of a file. Its mixer is permitted if `options` name one.
+
+        transformers would set `options` after `__post_init__` has checked and completed the fields.
+        """
         permitted = options.pop("mixer_permitted", options.get("mixer") is not None)
-        return super().from_dict(drop_auto_map(cls, config_dict) | {"mixer_permitted": permitted}, **options)
+        given = {name: options.pop(name) for name in FIELDS if name in options}
+        content = drop_auto_map(cls, config_dict) | given | {"mixer_permitted": permitted}
+        return super().from_dict(content, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields. The permission to import the mixer is not one of them."""

@@ -35,6 +35,10 @@ def test_layer_types_repeat_and_are_saved_for_attention_only(tmp_path):
     assert config.layer_types == pattern + pattern[:2] and config.attention_layers == [1, 2, 4]
     config.save_pretrained(tmp_path)
     assert DeltaProductConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"backend": "auto"}
+    # Options change a file's fields as arguments of the class do.
+    assert len(DeltaProductConfig.from_pretrained(tmp_path, num_hidden_layers=6).layer_types) == 6
+    with pytest.raises(ValueError, match="num_hidden_layers=1"):
+        DeltaProductConfig.from_pretrained(tmp_path, num_hidden_layers=1)
     linear = small_config()
     assert linear.layer_types == 2 * ["linear_attention"] and linear.num_attention_heads == 2
     assert not {"layer_types", "num_attention_heads", "rope_theta"} & set(linear.to_diff_dict())
