@@ -96,7 +96,7 @@ def test_resume_rules(name: str, expected: str | None):
 
 def test_a_push_needs_a_token_before_data_are_prepared(make_config, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     run, cache = tmp_path / "run", tmp_path / "cache"
     with pytest.raises(ValueError, match="no Hub token"):
         launch(make_config("hub.repo_id=user/tiny", f"run.dir={run}", f"data.cache_dir={cache}"))
