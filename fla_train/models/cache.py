@@ -67,14 +67,21 @@ CacheLayerMixin.register(CountingLayer)  # `Cache.get_seq_length` reads only lay
 
 
 def cache_for(
-    past_key_values: Cache | None, config: DeltaProductConfig, use_cache: bool, device: torch.device
+    past_key_values: Cache | None,
+    config: DeltaProductConfig,
+    use_cache: bool,
+    device: torch.device,
+    rows: int | None = None,
 ) -> Cache | None:
     """Return the caller's cache, a new one if `use_cache`, or None.
 
     The first layer of a model without attention layers becomes a `CountingLayer`.
 
+    Args:
+        rows: sequences that continue from the cache; None: not known.
+
     Raises:
-        ValueError: the cache has no places for the layers' states, or supports rollback.
+        ValueError: the cache has no places for the layers' states, other rows, or supports rollback.
     """
     if past_key_values is None:
         if not use_cache:
@@ -87,6 +94,10 @@ def cache_for(
         raise ValueError("past_key_values lacks places for states: use DynamicCache(config=model.config)")
     if any(getattr(layer, "record_past", False) for layer in layers):
         raise ValueError("a recurrent state cannot be rolled back: this model cannot be an assistant_model")
+    kept = [x.recurrent_states[0] if n else x.keys for x, n in zip(layers, expected, strict=True)]
+    held = {len(state) for state in kept if state is not None}
+    if rows is not None and held - {rows}:
+        raise ValueError(f"past_key_values has {max(held)} rows for {rows}: use reorder_cache(indices)")
     if not config.attention_layers and not isinstance(layers[0], CountingLayer):
         layers[0] = CountingLayer(states, device)
     return past_key_values

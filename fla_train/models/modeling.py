@@ -238,7 +238,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             raise ValueError(f"not supported: {'; '.join(errors)}")
         if context_part is not None and checkpointing:
             context_part = context_part.remembering()
-        cache = cache_for(past_key_values, self.config, use_cache, hidden.device)
+        cache = cache_for(past_key_values, self.config, use_cache, hidden.device, len(hidden))
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:

@@ -187,6 +187,8 @@ def test_a_prefix_is_read_once_for_many_continuations(build, tokens, variant):
     for row, prompt in enumerate(prompts):
         found = model.generate(prompt[None], past_key_values=copy.deepcopy(prefix), **options)
         assert torch.equal(found[0], expected[row])
+    with pytest.raises(ValueError, match="reorder_cache"):
+        model(prompts[:, 12:], past_key_values=prefix)
     prefix.reorder_cache(torch.zeros(3, dtype=torch.long, device=DEVICE))
     assert torch.equal(model.generate(prompts, past_key_values=prefix, **options), expected)
 
