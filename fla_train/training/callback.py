@@ -104,7 +104,10 @@ class Callback:
         """Act after a validation, and add to its record."""
 
     def exported_weights(self) -> "Mapping[str, Mapping[str, Tensor]]":
-        """Return further weights to export: {name: {parameter: value}}; rank 0 writes NAME/step-XXXXXXX."""
+        """Return further weights to export: {name: {parameter: value}}.
+
+        Rank 0 writes NAME/step-XXXXXXX, or NAME-2/step-XXXXXXX if another callback has taken NAME.
+        """
         return {}
 
     def finish(self) -> None:

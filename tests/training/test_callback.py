@@ -112,19 +112,21 @@ def test_the_exported_average_is_that_of_the_weights_and_a_custom_metric_is_reco
 ):
     monkeypatch.setattr(ranks, "train_plan", train_with_wandb)
     options = [*CPU, "trainer.max_steps=4", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
-    callbacks = "[{class: callbacks:Ema, decay: 0.5}, callbacks:SmoothLoss]"
+    emas = ", ".join(f"{{class: callbacks:Ema, decay: {decay}}}" for decay in (0.5, 0.25))
+    callbacks = f"[{emas}, callbacks:SmoothLoss]"
     options += ["logger=default", "logger.wandb.mode=online"]
     options += ["trainer.log_every=2", f"run.dir={tmp_path / 'run'}", f"trainer.callbacks={callbacks}"]
     config = make_config(*options)
     warm_ranks.launch(config)
     from safetensors.torch import load_file
 
-    average = dict(engine_steps_model(config).named_parameters())
+    average = second = dict(engine_steps_model(config).named_parameters())
     for step in range(1, 5):
         file = tmp_path / "run/checkpoints" / checkpoint.folder_name(step) / checkpoint.WEIGHTS
         weights = torch.load(file, weights_only=True)
         average = {name: 0.5 * value.detach() + 0.5 * weights[name] for name, value in average.items()}
-    for folder, expected in (("ema", average), ("hf", weights)):
+        second = {name: 0.25 * value.detach() + 0.75 * weights[name] for name, value in second.items()}
+    for folder, expected in (("ema", average), ("ema-2", second), ("hf", weights)):
         exported = load_file(tmp_path / "run" / folder / "step-0000004/model.safetensors")
         for name, value in exported.items():
             torch.testing.assert_close(value, expected[name], msg=f"{folder} {name}")

@@ -55,10 +55,10 @@ class Exports(Callback):
         models: dict[str, Mapping[str, Any]] = {"hf": {}}
         for feature in trainer.features:
             for name, weights in feature.exported_weights().items():
-                if name in models:
-                    raise TrainingStopped(f"{feature.name}: another feature exports {name}, too")
                 if unknown := weights.keys() - dict(trainer.model.named_parameters()):
                     raise TrainingStopped(f"{feature.name}: the model has no parameter {min(unknown)}")
+                while name in models:  # e.g. of another instance of the class
+                    name += "-2"
                 models[name] = weights
         if trainer.rank == 0:  # other machines may see a shared folder late
             try:
