@@ -166,7 +166,9 @@ def test_feature_maps_and_norms(phi: str, activation: Callable, norm: int) -> No
     q, k = (activation(y) for y in convolved[:2])
     q, k = (y / (y.norm(p=norm, dim=-1, keepdim=True).square() + 1e-6).sqrt() for y in (q, k))
     v = F.silu(convolved[2]).reshape(2, 9, 2, 2, 16)
-    o, _ = delta_product(q[:, :, 0], k, v, *mixer.gates(x))
+    beta = 2 * mixer.b_proj(x).sigmoid().unflatten(-1, (2, 2))
+    g = -mixer.A_log.exp() * F.softplus(mixer.a_proj(x) + mixer.dt_bias)
+    o, _ = delta_product(q[:, :, 0], k, v, beta, g)
     close(mixer(x), mixer.o_proj(mixer.o_norm(o).flatten(2)))
 
 

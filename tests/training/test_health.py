@@ -16,6 +16,7 @@ from warm_ranks import TWO_RANKS
 
 from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
+from fla_train.models.mixers import DeltaProductMixer, registry
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.failures import report
 from fla_train.training.features.statistics import Statistics
@@ -62,11 +63,14 @@ def test_a_meter_counts_training_only(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, gated: bool):
-    config = DeltaProductConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_heads=2, head_dim=8, use_forget_gate=gated
-    )
-    model = DeltaProductForCausalLM(config)
+def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, gated: bool, monkeypatch):
+    """In a hybrid, with a mixer that turns beta into 2 - beta."""
+    other = {"operator_inputs": lambda self, q, k, v, beta, g: (q, k, v, 2 - beta, g)}
+    monkeypatch.setattr(registry, "DeltaProductMixer", type("Other", (DeltaProductMixer,), other))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 3, "num_heads": 2, "head_dim": 8}
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    model = DeltaProductForCausalLM(DeltaProductConfig(**sizes, layer_types=types, use_forget_gate=gated))
+    model.model.layers[1].attn.gates = torch.nn.Linear(1, 1)  # no gates of our operator
     partitions = [torch.arange(4.0), torch.ones(3)]
     optimizer = SimpleNamespace(single_partition_of_fp32_groups=partitions)
     trainer = SimpleNamespace(
@@ -88,22 +92,18 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
     assert values["param_norm"] == pytest.approx((9 + 16 + 25 + 36) ** 0.5)
     assert values["update_norm"] == pytest.approx((4 * 9 + 3) ** 0.5)
 
-    inputs = []
-    hooks = [
-        block.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-        for block in (layer.attn for layer in model.model.layers)
-    ]
-    model(input_ids=ids[:1])
-    for hook in hooks:
-        hook.remove()
-    for layer, x in enumerate(inputs):
-        beta, g = model.model.layers[layer].attn.gates(x)
+    assert {f"beta/{layer}" for layer in (0, 2)} == {name for name in values if name.startswith("beta/")}
+    outputs = model(input_ids=ids[:1], output_hidden_states=True)
+    for layer in (0, 2):
+        block = model.model.layers[layer]
+        x, attn = block.attn_norm(outputs.hidden_states[layer]), block.attn
+        beta = 2 - 2 * attn.b_proj(x).sigmoid()
         assert values[f"beta/{layer}"] == pytest.approx(beta.mean().item(), rel=1e-5)
         assert values[f"beta_above_1/{layer}"] == pytest.approx((beta > 1).double().mean().item())
         assert (f"decay/{layer}" in values) == gated
         if gated:
+            g = -attn.A_log.exp() * torch.nn.functional.softplus(attn.a_proj(x) + attn.dt_bias)
             assert values[f"decay/{layer}"] == pytest.approx(g.exp().mean().item(), rel=1e-5)
-    assert not model.model.layers[0].attn._forward_pre_hooks
 
 
 @pytest.mark.parametrize(("kind", "patience"), [("step", 10), (None, 50)])

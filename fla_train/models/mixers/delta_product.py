@@ -110,12 +110,6 @@ class DeltaProductMixer(nn.Module):
         """
         return q, k, v, beta, g
 
-    def gates(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return betas [B, T, N, HV] in [0, beta_max] and log decays g [B, T, HV] <= 0 or None, in fp32."""
-        return self._gates(
-            self.b_proj(x), self.a_proj(x) if self.config.use_forget_gate else None, padding_mask
-        )
-
     def _gates(
         self, b: Tensor, a: Tensor | None, padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:

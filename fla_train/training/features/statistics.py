@@ -1,12 +1,13 @@
 """Record statistics of every `trainer.stats_every`-th step: norms of weights and updates, gates of layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fla_train.data.sampler import Batch
+from fla_train.models.mixers.delta_product import DeltaProductMixer
 from fla_train.training.callback import Callback
 
 
@@ -14,9 +15,9 @@ class Statistics(Callback):
     """Add to the metrics of chosen steps:
 
     - `param_norm` after the step, and `update_norm`, the norm of the difference it made
-    - for each mixer i with gates, over the first sequence of the first micro-batch: `beta/i`, the mean step
-      size; `beta_above_1/i`, the fraction of negative eigenvalues 1 - beta; `decay/i`, the mean of exp(g),
-      with a forget gate
+    - for each layer i that runs our operator, over the first sequence of the first micro-batch: `beta/i`, the
+      mean step size; `beta_above_1/i`, the fraction of negative eigenvalues 1 - beta; `decay/i`, the mean of
+      exp(g), with a forget gate
 
     A step with statistics holds a copy of the rank's partition of the weights.
     """
@@ -28,16 +29,16 @@ class Statistics(Callback):
         self._gates: dict[str, Tensor] = {}
         self._length = micro_batches[0].max_length_q  # length of the longest sequence in a packed row
         self._before = [master.detach().clone() for master in self._masters()]
-        mixers = [module for module in self.trainer.model.modules() if hasattr(module, "gates")]
-        self._hooks = [
-            mixer.register_forward_pre_hook(self._observer(layer)) for layer, mixer in enumerate(mixers)
-        ]
+        modules = self.trainer.model.modules()
+        self._mixers = [module for module in modules if isinstance(module, DeltaProductMixer)]
+        for mixer in self._mixers:
+            mixer.operator_inputs = self._observer(mixer)
 
     def after_step(self, step: int, metrics: dict[str, Tensor | float]) -> None:
         if not self._active:
             return
-        for hook in self._hooks:
-            hook.remove()
+        for mixer in self._mixers:
+            del mixer.operator_inputs  # the observer: the method of the class is back
         context = self.trainer.mesh.context
         # Each rank has seen only its columns of the sequence.
         if context is not None and self._gates:
@@ -57,17 +58,20 @@ class Statistics(Callback):
         """Return this rank's partitions of the weights, padded with zeros."""
         return self.trainer.engine.optimizer.single_partition_of_fp32_groups
 
-    def _observer(self, layer: int):
-        @torch.no_grad()
-        def observe(mixer: nn.Module, arguments: tuple) -> None:
-            # Selective checkpointing needs the same products when it recomputes a layer. So they are always
+    def _observer(self, mixer: DeltaProductMixer) -> Callable[..., tuple[Tensor | None, ...]]:
+        operator_inputs, layer = mixer.operator_inputs, mixer.layer_index
+
+        def observe(*arguments: Tensor | None) -> tuple[Tensor | None, ...]:
+            # Selective checkpointing needs the same operations when it recomputes a layer. So they are always
             # computed, and only the results of a recomputation and of later micro-batches are dropped.
-            beta, g = mixer.gates(arguments[0][:1, : self._length])
+            inputs = operator_inputs(*arguments)
+            beta, g = (x if x is None else x.detach()[:1, : self._length] for x in inputs[3:])
             values = {"beta": beta.mean(), "beta_above_1": (beta > 1).float().mean()}
             if g is not None:
                 values["decay"] = g.exp().mean()
             for name, value in values.items():
                 self._gates.setdefault(f"{name}/{layer}", value)
+            return inputs
 
         return observe
 
