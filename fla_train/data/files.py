@@ -195,7 +195,9 @@ def find_files(path: str, endings: tuple[str, ...] = _ENDINGS, follow: bool = Tr
     else:
         matches = {root} if root.is_file() else {*map(Path, glob.glob(str(root), recursive=True))}
         named = [(file.name, file) for file in matches]
-    chosen = sorted((name, file) for name, file in named if name.endswith(endings) and file.is_file())
+    matching = ((name, file) for name, file in named if name.endswith(endings))
+    # A broken link stays, and raises an error when it is read.
+    chosen = sorted((name, file) for name, file in matching if file.is_file() or not file.exists())
     if not chosen:
         ending = f" ending in {', '.join(endings)}" if all(endings) else ""
         what = f"no file{ending}" if named or root.is_dir() else "no such file or folder"

@@ -59,8 +59,10 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
         sync(aside)
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as failure:
         aside.unlink(missing_ok=True)
+        if isinstance(failure, OSError):
+            failure.filename = failure.filename or str(path)  # a full disk does not say which
         raise
     sync(path.parent)
 

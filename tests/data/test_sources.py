@@ -124,6 +124,10 @@ def test_links_to_folders_are_followed_and_files_are_read_once(tmp_path, local):
         (root / name).symlink_to(target)
     assert sorted(texts(replace(local, path=str(root)))) == ["../second", "own"]
     assert texts(replace(local, path=f"{root}/own/**/**/*.jsonl")) == ["own"]
+    (root / "lost.jsonl").symlink_to("nowhere")
+    for path in (root, root / "*.jsonl"):
+        with pytest.raises(OSError, match="lost"):
+            texts(replace(local, path=str(path)))
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])

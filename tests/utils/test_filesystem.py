@@ -1,5 +1,6 @@
 """A failure or a kill while a folder is replaced leaves the former or the new content, never a mix."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 from fla_train.utils import filesystem
 from fla_train.utils.filesystem import (
     move_folder,
+    replaced_file,
     replaced_folder,
     save_tokenizer,
     write_whole,
@@ -32,6 +34,13 @@ def test_no_two_writers_share_a_half_written_file(tmp_path: Path, monkeypatch: p
         write_whole(file, content)
     assert len(halves) == len(set(halves)) == 2
     assert contents(tmp_path) == {"file": "two"}
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    file = make(tmp_path / "folder", "former") / "file"
+    with pytest.raises(OSError, match="folder/file"), replaced_file(file):
+        os.write(os.open("/dev/full", os.O_WRONLY), b"new")
+    assert contents(tmp_path) == {"folder/file": "former"}
 
 
 def test_a_finished_folder_takes_the_place_of_another(tmp_path: Path) -> None:
