@@ -225,6 +225,10 @@ def _visible_keys(
         layer = cache.layers[attention_kinds(config)[kind]]
         seen, (keys, first) = layer.get_seq_length(), layer.get_mask_sizes(length)
         seen = seen.to(device) if isinstance(seen, Tensor) else seen
+    window = config.sliding_window if kind == "sliding_attention" else None
+    if window is not None and isinstance(seen, int) and keys < min(window, seen + length):
+        # transformers' cache raises an error only in layers of full attention.
+        raise ValueError(f"a StaticCache of max_cache_len={keys} is full after {seen} tokens: make it longer")
     position, bounds, key_bounds, starts = torch.arange(length, device=device), None, None, None
     query_documents = key_documents = None if documents is None else documents[None]
     if start and documents is not None:
@@ -243,7 +247,7 @@ def _visible_keys(
     return VisibleKeys(
         queries=position + seen,
         keys=torch.arange(keys, device=device) + first,
-        window=config.sliding_window if kind == "sliding_attention" else None,
+        window=window,
         query_documents=query_documents,
         key_documents=key_documents,
         cu_seqlens=bounds,

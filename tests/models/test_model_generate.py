@@ -87,6 +87,9 @@ def test_a_static_cache_gives_what_a_growing_one_does(build, tokens, variant):
     assert torch.equal(model.generate(**inputs, past_key_values=cache), expected)
     cache.reset()
     assert torch.equal(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=5), expected)
+    short = StaticCache(config=build("wide_window").config, max_cache_len=12)
+    with pytest.raises(ValueError, match="max_cache_len"):
+        build("wide_window").generate(**inputs, past_key_values=short)
     beams = inputs | {"num_beams": 3}
     assert torch.equal(model.generate(**beams, cache_implementation="static"), model.generate(**beams))
 
