@@ -140,12 +140,15 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
         commit = commit or begun.get("commit") or hub_commit(config)
     source = paths.source if commit is None else open_source(config, commit)
     now = {"source": source.description, "commit": commit}
+    local = config.source == "local"
     # The slices of local files have identities. A bpe tokenizer is trained on the whole text.
-    if begun and (now == begun or (config.source == "local" and config.tokenizer.name != "bpe")):
+    if begun and (now == begun or (local and config.tokenizer.name != "bpe")):
         log(f"data: resuming {building}, for {final}")
     else:
         changed = ", since the text has changed" if begun else ""
-        log(f"data: preparing {config.source} in {final}{changed}")
+        # The number shows whether files of other kinds were left out.
+        what = f"{len(source.description['files']):,} local file(s)" if local else config.source
+        log(f"data: preparing {what} in {final}{changed}")
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         if tokenizer is None:

@@ -107,8 +107,9 @@ def test_limits_and_separators(local, documents):
 
 def test_reuse_and_rebuild(local, corpus, documents):
     lines = []
+    (corpus / "lost.jsonl.zst").write_bytes(b"of a kind that is not read")
     first = quiet(local, lines.append)
-    assert len(lines) == 1
+    assert len(lines) == 1 and f"{len([*corpus.iterdir()]) - 1} local" in lines[0]
     before = contents(first.folder)
     for same in ({}, {"shard_bytes": 10**6}, {"max_line_bytes": 10**5}, {"num_workers": None}):
         assert quiet(replace(local, **same), lines.append).folder == first.folder
