@@ -91,7 +91,12 @@ class DeltaProductMixer(nn.Module):
         q = q.unflatten(-1, (heads, self.config.head_dim))
         k = k.unflatten(-1, (num_householder, heads, self.config.head_dim))
         v = v.unflatten(-1, (num_householder, self.config.value_heads, self.config.head_v_dim))
-        beta, g = self._gates(y["b"], y.get("a"), context.padding_mask)
+        forget = (y["a"], self.A_log, self.dt_bias) if "a" in y else (None, None, None)
+        beta, g = recurrence_gates(y["b"], *forget, beta_max=self.beta_max)
+        beta = beta.unflatten(-1, (num_householder, self.config.value_heads))
+        if context.padding_mask is not None:
+            beta = beta * context.padding_mask[..., None, None]
+            g = g if g is None else g * context.padding_mask[..., None]
 
         o = self._recur(self.operator_inputs(q, k, v, beta, g), context, cache)  # [B, T, HV, V]
         return norm_project(self.o_norm, o, y.get("g"), self.o_proj)
@@ -109,18 +114,6 @@ class DeltaProductMixer(nn.Module):
             g: log decays [B, T, HV] <= 0, fp32; None: no forget gate.
         """
         return q, k, v, beta, g
-
-    def _gates(
-        self, b: Tensor, a: Tensor | None, padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute beta and g from projected inputs."""
-        forget = (None, None, None) if a is None else (a, self.A_log, self.dt_bias)
-        beta, g = recurrence_gates(b, *forget, beta_max=self.beta_max)
-        beta = beta.unflatten(-1, (self.config.num_householder, self.config.value_heads))
-        if padding_mask is not None:
-            beta = beta * padding_mask[..., None, None]
-            g = g if g is None else g * padding_mask[..., None]
-        return beta, g
 
     def _convolve(self, ys: list[Tensor], context: SequenceContext, cache: Cache | None) -> list[Tensor]:
         """Apply convolution and SiLU to the projections q, k and v [B, T, D].
