@@ -41,7 +41,9 @@ def train(plan: RunPlan, console: TextIO, request: StopRequest, timeline: Timeli
     """
     timeline.mark("imports")
     config = plan.config
-    assert config.launch.num_processes == int(os.environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
+    # Torch's rendezvous drops a machine whose clock differs by 15 s, and starts the others.
+    assert config.launch.num_processes == world, f"{world} ranks started: do the clocks of machines differ?"
     folder = RunFolder(Path(config.run.dir))
     watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
     data = plan.open_data()
