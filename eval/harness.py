@@ -221,7 +221,7 @@ def task_jobs(
         options |= dict.fromkeys(seeds, suite.seed)
 
     def work(name: str) -> Measurements:
-        lm.pop_truncated()  # drop what a failed task has left
+        lm.pop_truncated()  # a failed task may have left prompts there
         try:
             with local_datasets(mirror), redirect_stdout(sys.stderr):  # stdout is for the table
                 loaded = manager.load([name])

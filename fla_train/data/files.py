@@ -20,7 +20,7 @@ from pyarrow import parquet
 from fla_train.data.config import DataConfig
 
 _ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
-_END_BYTES = 1 << 16  # a file's identity covers so many bytes at each end
+_END_BYTES = 1 << 16  # bytes at each end of a file that its identity covers
 _READ_ROWS = 16  # rows of a row group to decode at once, which bounds the memory
 _REMEDY = "fetch the file again or remove it"
 

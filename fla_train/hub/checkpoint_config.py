@@ -101,7 +101,7 @@ def config_content(source: Path | str) -> dict[str, Any]:
 
 def _file(source: Path | str, name: str, commit: str | None = None) -> Path:
     """Return the path of a checkpoint's file. Raises `OSError` without the file or the network."""
-    if Path(source).is_dir():  # also where a config has its folder as text
+    if Path(source).is_dir():  # a config may name a folder as a string
         if not Path(source, name).is_file():
             raise FileNotFoundError(f"{source} has no {name}")
         return Path(source, name)

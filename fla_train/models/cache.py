@@ -97,7 +97,7 @@ def cache_for(
     kept = [x.recurrent_states[0] if n else x.keys for x, n in zip(layers, expected, strict=True)]
     held = {len(state) for state in kept if state is not None}
     if rows is not None and held - {rows}:
-        raise ValueError(f"past_key_values has {max(held)} rows for {rows}: use reorder_cache(indices)")
+        raise ValueError(f"past_key_values has {max(held)} rows, not {rows}: use reorder_cache(indices)")
     if not config.attention_layers and not isinstance(layers[0], CountingLayer):
         layers[0] = CountingLayer(states, device)
     return past_key_values

@@ -35,7 +35,7 @@ def launch(request: TrainConfig, errors: Sequence[str] = ()) -> RunFolder | None
     In a rank that torchrun or accelerate has started, this process becomes the worker itself.
 
     Args:
-        errors: errors of the request that the caller has found, raised with all others.
+        errors: errors that the caller knows already, raised with all others.
 
     Returns:
         The run's folder; None after a `dry_run`.

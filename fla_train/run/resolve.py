@@ -47,7 +47,7 @@ def resolve(request: TrainConfig, *, data: Data = "none", errors: Sequence[str] 
         request: a composed config, which is not changed.
         data: `prepare` missing data; `find` data on this machine without fetching or writing anything;
             `none`: plan without data and without a run folder.
-        errors: errors of the request that the caller has found.
+        errors: errors that the caller knows already.
 
     Raises:
         ValueError: the request, the run folder or the data have errors, listed one per line.

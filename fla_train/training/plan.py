@@ -41,7 +41,7 @@ class RunPlan:
         parameters: number as the papers count, with the embedding once.
         parameters_held: number including the head, unless it is tied to the embedding.
         tokens: tokens of the whole run.
-        epochs: tokens / tokens of the training split; if not prepared, / the most tokens that it may have.
+        epochs: tokens divided by those of the training split; before it is prepared, by its limit.
         flops_per_token: FLOPs of forward and backward pass.
         memory_bytes: estimate per process.
         gpu_hours: flops_per_token * tokens / (assumed utilization * peak of a GPU).

@@ -41,7 +41,7 @@ class Watchdog:
     def __init__(self, timeout: float, give_up: Callable[[str], None]):
         self._timeout, self._give_up = timeout, give_up
         self._times: Counter[Hashable] = Counter()  # occurrences of each kind of work
-        # Seconds that the watch has slept, none of them while the process was stopped (`scontrol suspend`).
+        # Seconds that the watch has waited. They stop while the process is suspended (`scontrol suspend`).
         self._clock = 0.0
         # Current work, its deadline, and the seconds it was granted.
         self._now = ("", float("inf"), 0.0)

@@ -57,7 +57,7 @@ class Exports(Callback):
             for name, weights in feature.exported_weights().items():
                 if unknown := weights.keys() - dict(trainer.model.named_parameters()):
                     raise TrainingStopped(f"{feature.name}: the model has no parameter {min(unknown)}")
-                while name in models:  # e.g. of another instance of the class
+                while name in models:  # two instances of a callback export the same name
                     name += "-2"
                 models[name] = weights
         if trainer.rank == 0:  # other machines may see a shared folder late

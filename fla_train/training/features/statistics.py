@@ -38,7 +38,7 @@ class Statistics(Callback):
         if not self._active:
             return
         for mixer in self._mixers:
-            del mixer.operator_inputs  # the observer: the method of the class is back
+            del mixer.operator_inputs  # removes the observer, which hides the method of the class
         context = self.trainer.mesh.context
         # Each rank has seen only its columns of the sequence.
         if context is not None and self._gates:
