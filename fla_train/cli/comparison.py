@@ -154,7 +154,7 @@ class Comparison:
         """Return the models with their sizes, and the number of runs on text, of their tokens and hours."""
         lines, seconds, tokens, jobs = [], 0.0, self.config.tokens, self.config.jobs
         for name, (plan, size) in self.plans.items():
-            lines.append(f"{name:24} {plan.parameters_held:>13,} parameters  {''.join(size)}".rstrip())
+            lines.append(f"{name:26} {plan.parameters_held:>11,} parameters  {''.join(size)}".rstrip())
             # Runs that share a GPU overlap their starts and gaps, up to the utilization of a plan.
             seconds += START / jobs + max(3600 * plan.gpu_hours, tokens / SPEED / jobs)
         of_model = len(self.config.learning_rates) + len(self.config.seeds) - 1  # runs

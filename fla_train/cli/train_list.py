@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: runs/ and the file's name)")
     parser.add_argument("--gpus", metavar="N,N", help="GPUs to use (default: all; none: the CPU)")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="stop all runs with a checkpoint by then"
+        "--seconds", type=float, default=float("inf"), help=f"end by then, {GRACE:.0f} are for checkpoints"
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
 
