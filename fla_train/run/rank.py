@@ -30,7 +30,7 @@ from fla_train.training.trainer import Trainer
 from fla_train.utils.environment import describe_environment
 from fla_train.utils.filesystem import write_whole
 from fla_train.utils.timeline import Timeline
-from fla_train.utils.watchdog import Watchdog, end_process
+from fla_train.utils.watchdog import Watchdog
 
 
 def train(plan: RunPlan, console: TextIO, request: StopRequest, timeline: Timeline) -> bool:
@@ -45,7 +45,7 @@ def train(plan: RunPlan, console: TextIO, request: StopRequest, timeline: Timeli
     # Torch's rendezvous drops a machine whose clock differs by 15 s, and starts the others.
     assert config.launch.num_processes == world, f"{world} ranks started: do the clocks of machines differ?"
     folder = RunFolder(Path(config.run.dir))
-    watchdog = Watchdog(config.trainer.hang_timeout, end_process(report))
+    watchdog = Watchdog(config.trainer.hang_timeout, report)
     data = plan.open_data()
     # Draw the weights in a thread, because that occupies one core for seconds. Concurrent work must not use
     # the global random state.

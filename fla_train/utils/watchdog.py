@@ -21,7 +21,7 @@ class RankHung(RuntimeError):
 
 
 class Watchdog:
-    """Call `give_up` with a message when the next `beat` does not arrive in time.
+    """Report a `RankHung` and end this process when the next `beat` does not arrive in time.
 
     Work that repeats, such as a training step, names its kind and has `timeout` seconds. The first
     `FIRST_TIMES` occurrences of a kind in this process have `LONGER` times as many, because compiling and
@@ -35,11 +35,11 @@ class Watchdog:
 
     Args:
         timeout: seconds; 0: no watch.
-        give_up: receives the message, in the watch's thread.
+        report: receives the error, in the watch's thread, before the process ends without waiting for others.
     """
 
-    def __init__(self, timeout: float, give_up: Callable[[str], None]):
-        self._timeout, self._give_up = timeout, give_up
+    def __init__(self, timeout: float, report: Callable[[BaseException], object]):
+        self._timeout, self._report = timeout, report
         self._times: Counter[Hashable] = Counter()  # occurrences of each kind of work
         # Seconds that the watch has waited. They stop while the process is suspended (`scontrol suspend`).
         self._clock = 0.0
@@ -72,15 +72,5 @@ class Watchdog:
             if self._clock > until:
                 # Dump the stacks of all threads, which show the call that hangs.
                 faulthandler.dump_traceback(file=sys.stderr)
-                self._give_up(f"no progress for {seconds:g} s while {doing}")
-                return
-
-
-def end_process(report: Callable[[BaseException], None]) -> Callable[[str], None]:
-    """Return a `give_up` that reports a `RankHung` and ends the process without waiting for any thread."""
-
-    def give_up(line: str) -> None:
-        report(RankHung(line))
-        os._exit(1)
-
-    return give_up
+                self._report(RankHung(f"no progress for {seconds:g} s while {doing}"))
+                os._exit(1)

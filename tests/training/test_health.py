@@ -1,6 +1,7 @@
 """Throughput, statistics of a step, watchdog and profiles, each against something worked out by hand."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -109,8 +110,9 @@ def test_statistics_are_those_of_the_step_and_its_first_sequence(alone: None, ga
 @pytest.mark.parametrize(("kind", "patience"), [("step", 10), (None, 50)])
 def test_a_watchdog_barks_once_progress_stops(monkeypatch, capfd, kind, patience):
     """Work without a kind, which waits for disks, may always take five times as long."""
-    barked: list[str] = []
+    barked: list[BaseException] = []
     watches: list = []
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: watches.append(thread.run))
     dog = Watchdog(10, barked.append)
 
@@ -125,14 +127,15 @@ def test_a_watchdog_barks_once_progress_stops(monkeypatch, capfd, kind, patience
         yield False
 
     monkeypatch.setattr(threading.Event, "wait", partial(next, seconds()))
-    watches[0]()
-    assert barked == [f"no progress for {patience} s while in step 7"]
+    with pytest.raises(SystemExit):
+        watches[0]()
+    assert [str(error) for error in barked] == [f"no progress for {patience} s while in step 7"]
     assert "test_a_watchdog_barks" in capfd.readouterr().err  # the stacks of all threads
 
 
 def test_a_suspended_process_has_not_hung():
-    code = "import sys; from fla_train.utils.watchdog import Watchdog, end_process\n"
-    code += "dog = Watchdog(0.2, end_process(print)); dog.beat('it')\n"
+    code = "import sys; from fla_train.utils.watchdog import Watchdog\n"
+    code += "dog = Watchdog(0.2, print); dog.beat('it')\n"
     code += "print('begun', flush=True); sys.stdin.read()"
 
     with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
