@@ -23,7 +23,7 @@ from fla_train.run.resolve import resolve
 from fla_train.run.results import Run
 from fla_train.training.config import TrainConfig, register, to_config
 from fla_train.training.run_data import TaskSequences, open_training_data
-from fla_train.utils.keys import require_valid
+from fla_train.utils.keys import find_errors, require_none, require_valid
 from fla_train.utils.overrides import as_data, assign
 
 if TYPE_CHECKING:  # takes seconds to import
@@ -62,13 +62,12 @@ def train(config: TrainConfig) -> Run | None:
         Preempted: a signal or Ctrl-C arrived, and a checkpoint has been saved.
         KeyboardInterrupt: Ctrl-C arrived while no workers ran, or a second time.
     """
-    errors = []
     if config.trainer.suite_every:
         try:
             check_suite(config.trainer.suite, config.trainer.suite_options)
         except ValueError as error:
-            errors = [str(error)]
-    folder = launch(config, errors)
+            require_none([*find_errors(config), str(error)])
+    folder = launch(config)
     return None if folder is None else Run(folder.root)
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,13 +28,10 @@ from fla_train.utils.ranks import is_rank
 from fla_train.utils.timeline import BEGAN, Timeline
 
 
-def launch(request: TrainConfig, errors: Sequence[str] = ()) -> RunFolder | None:
+def launch(request: TrainConfig) -> RunFolder | None:
     """Run `request` on this machine, from the checks to the summary.
 
     In a rank that torchrun or accelerate has started, this process becomes the worker itself.
-
-    Args:
-        errors: errors that the caller knows already, raised with all others.
 
     Returns:
         The run's folder; None after a `dry_run`.
@@ -49,7 +45,7 @@ def launch(request: TrainConfig, errors: Sequence[str] = ()) -> RunFolder | None
     """
     # Only the first job of a sweep has this variable in its environment.
     began = float(os.environ.pop(BEGAN, time.time()))
-    plan = resolve(request, data="find" if request.dry_run else "prepare", errors=errors)
+    plan = resolve(request, data="find" if request.dry_run else "prepare")
     for line in plan_lines(plan):
         log(line)
     if request.dry_run:

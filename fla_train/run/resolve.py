@@ -10,7 +10,6 @@
 """
 
 import os
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Literal
@@ -40,21 +39,20 @@ VOCABULARY_MULTIPLE = 64  # matmuls with the head are slow at other sizes
 Data = Literal["prepare", "find", "none"]
 
 
-def resolve(request: TrainConfig, *, data: Data = "none", errors: Sequence[str] = ()) -> RunPlan:
+def resolve(request: TrainConfig, *, data: Data = "none") -> RunPlan:
     """Check a request and return its plan.
 
     Args:
         request: a composed config, which is not changed.
         data: `prepare` missing data; `find` data on this machine without fetching or writing anything;
             `none`: plan without data and without a run folder.
-        errors: errors that the caller knows already.
 
     Raises:
         ValueError: the request, the run folder or the data have errors, listed one per line.
     """
     request = deepcopy(request)
     _make_paths_absolute(request)
-    require_none([*find_errors(request), *find_model_errors(request), *errors])
+    require_none([*find_errors(request), *find_model_errors(request)])
     config = deepcopy(request)
     folder = None if config.run.dir is None or data == "none" else RunFolder(Path(config.run.dir))
     # Without a run folder there is at most the checkpoint that `trainer.resume` names.
