@@ -22,7 +22,7 @@ from fla_train.cli import comparison_config
 from fla_train.cli.app import leave, plain_errors
 from fla_train.cli.train_list import train_list
 from fla_train.cli.version import add_version
-from fla_train.training.metrics import draw_losses
+from fla_train.training.metrics import plot_losses
 from fla_train.utils.overrides import plain
 
 if TYPE_CHECKING:  # imports torch, which --help does not need
@@ -155,9 +155,7 @@ def show(request: argparse.Namespace) -> None:
         print(table_text(rows, metric))
     if request.png:
         folders = [Path(row["run"]) for row in rows]
-        figure = draw_losses(folders, legend_labels(rows), request.metric or "loss")
-        Path(request.png).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(request.png, dpi=120)
+        plot_losses(folders, Path(request.png), legend_labels(rows), request.metric or "loss")
 
 
 @plain_errors()

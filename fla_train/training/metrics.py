@@ -78,9 +78,9 @@ def curve(records: Iterable[Record], metric: str) -> tuple[list[float], list[flo
     return [record["tokens"] for record in chosen], [record[metric] for record in chosen]
 
 
-def plot_losses(runs: Sequence[Path], out: Path) -> Path:
-    """Write `draw_losses` as a PNG file."""
-    figure = draw_losses(runs)
+def plot_losses(runs: Sequence[Path], out: Path, labels: Sequence[str] = (), metric: str = "loss") -> Path:
+    """Write `draw_losses` to the image file `out`, and return it."""
+    figure = draw_losses(runs, labels, metric)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     return out
