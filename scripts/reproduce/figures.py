@@ -5,6 +5,7 @@ python scripts/reproduce/figures.py decoding       # one of them
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,14 +28,13 @@ TRAINED = {"color": "0.3", "linestyle": ":", "linewidth": 1.2, "label": "trainin
 COLORS = {"n_h = 1": family_color("DeltaNet"), "n_h = 2": "#7fbfe5", "n_h = 3": family_color("DeltaProduct")}
 COLORS |= {"n_h = 4": "#00335c", "2 layers": "#a5dcc9", "3 layers": "#54bb99", "5 layers": "#00543d"}
 COLORS |= {"4 layers": family_color("DeltaNet"), "n_h = 4, [0, 1]": "#00335c"}
-COLORS |= {"heads of 64": "#7fbfe5", "heads of 128": "#00335c"}
-LINES = {"DeltaNet, 5 layers": "--", "DeltaNet [0, 1], 5 layers": ":", "DeltaNet + 2 attention layers": ":"}
-LINES |= dict.fromkeys(("Llama", "Llama (transformers)", "RetNet"), "--")
-LINES |= dict.fromkeys(("DeltaNet + sliding windows", "Gated DeltaNet + sliding windows"), "--")
-LINES |= dict.fromkeys(("Transformer++ with QK-norm", "Gated DeltaNet hybrid, 3:1", "n_h = 4, [0, 1]"), ":")
-LINES |= dict.fromkeys(("DeltaNet: passing", "Gated DeltaProduct, n_h = 2: passing"), "--")
-LINES |= dict.fromkeys(("DeltaNet: contiguous", "Gated DeltaProduct, n_h = 2: contiguous"), ":")
-LINES |= dict.fromkeys(("DeltaProduct_3", "Gated DeltaProduct_3"), ":")
+COLORS |= {"heads of 64": family_color("DeltaProduct"), "heads of 128": "#00335c"}
+COLORS |= dict.fromkeys(("DeltaNet, 5 layers", "DeltaNet [0, 1], 5 layers"), COLORS["5 layers"])
+DASHED = r"DeltaNet, 5 layers|Llama \(|RetNet|sliding windows|passing"
+DOTTED = r"\[0, 1\]|global attention|QK-norm|hybrid|contiguous|DeltaProduct_3"
+# Accuracy of guessing at random: one of 4,096 values, one of 8 letters of values, one of 18 symbols (two are
+# allowed on average). Then that of guessing the most frequent symbol so far, which tests/tasks measures.
+GUESSES = {"width 128": [1 / 4096], "fuzzy recall": [1 / 8, 0.185], "accuracy": [1 / 9, 0.49]}
 # Results of the seeds, by row and column of a table.
 Cells = dict[str, dict[str, list[dict[str, Any]]]]
 
@@ -46,8 +46,8 @@ def read(name: str) -> Any:
 
 def look(label: str) -> dict[str, str]:
     """Return the style of a model's line."""
-    color = COLORS.get(label) or family_color(label)
-    return {"label": label, "color": color, "linestyle": LINES.get(label, "-")}
+    line = "--" if re.search(DASHED, label) else ":" if re.search(DOTTED, label) else "-"
+    return {"label": label, "color": COLORS.get(label) or family_color(label), "linestyle": line}
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def accuracy_by_length(
         name: of the figure.
         table: name in `expressivity-tables.json`.
         models: labels of the table's rows to draw.
-        columns: training lengths of the table's columns, a panel for each.
+        columns: training lengths of the table's columns, a panel for each. A row without runs is left out.
         rows: rows of panels.
         size: inches.
         longest: end of the axis of lengths.
@@ -100,18 +100,18 @@ def accuracy_by_length(
     cells = read("expressivity-tables.json")[table]
     with figure(name, size, rows, len(columns) // rows) as panels:
         for panel, (column, trained) in zip(panels, columns.items(), strict=True):
-            for row, label in models.items():
-                curves = [test["curve"] for test in cells[row][column]]
+            for row in (row for row in models if cells[row][column]):
+                curves, line = [test["curve"] for test in cells[row][column]], look(models[row])
                 x, values = curves[0][0], np.array([y for _, y in curves])
                 for seed in values:
-                    plot_curve(panel, x, seed, color=look(label)["color"], alpha=0.45, linewidth=0.6)
-                plot_curve(panel, x, np.median(values, axis=0), **look(label))
+                    plot_curve(panel, x, seed, color=line["color"], alpha=0.45, linewidth=0.6)
+                plot_curve(panel, x, np.median(values, axis=0), **line)
             panel.axvline(trained, **TRAINED)
             length_axis(panel, [1, 8, 64, 512])
             panel.set(title=column, xlim=(1, longest), ylim=(-0.03, 1.03), yticks=[0, 0.5, 1])
-        label_all(
-            panels, "sequence length (tokens); thick: median of three seeds", "sequence accuracy", ncols
-        )
+        # The first product is given, and each later one is guessed with 1 / order of the group.
+        y = "sequence accuracy (chance: < 0.01 from length 8)"
+        label_all(panels, "sequence length (tokens); thick: median of three seeds", y, ncols)
 
 
 def merged(*tables: str) -> Cells:
@@ -159,6 +159,8 @@ def seeds(
                     panel.plot(test["value"], y, "o", markersize=4.5, alpha=0.8, **circle)
                 if isinstance(value := papers.get((row, column)), float):
                     panel.plot(value, y, "|", color="black", markersize=11)
+            for value, line in zip(GUESSES.get(column, ()), (":", "--"), strict=False):
+                panel.axvline(value, color=OTHER, linestyle=line, linewidth=1)
             panel.set(title=title, xlim=(-0.09, 1.09), ylim=(len(labels) - 0.5, -0.5))
             panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
             panel.set_yticks(range(len(labels)), labels)
@@ -174,7 +176,8 @@ def length_extrapolation(name: str) -> None:
     cells["no change"] = {column: cells[row][group] for column, (row, group) in columns.items()}
     models = {row: row for row in cells if columns.keys() <= cells[row].keys()}
     titles = dict(zip(columns, columns, strict=True))
-    seeds(name, cells, models, titles, "sequence accuracy at length 512", (4.4, 4.0), rows=2)
+    label = "sequence accuracy at length 512 (chance: 0)\nof three seeds, trained at length 128"
+    seeds(name, cells, models, titles, label, (4.4, 4.0), rows=2)
 
 
 def formal(name: str) -> None:
@@ -183,18 +186,18 @@ def formal(name: str) -> None:
     models = {f"{family} {span}": family for family in families for span in ("[-1, 1]", "[0, 1]")}
     models |= {"Transformer": "Transformer", "sLSTM": "sLSTM"}
     columns = {"parity": "parity", "mod. arithmetic": "arithmetic", "with brackets": "brackets"}
-    label = "scaled accuracy (chance: 0); open: [0, 1]; bars: papers"
-    seeds(name, merged("formal"), models, columns, label, (3.8, 2.6))
+    label = "scaled accuracy (chance: 0) of three seeds\nopen: [0, 1]; bars: papers"
+    seeds(name, merged("formal"), models, columns, label, (3.8, 2.75))
 
 
 def recall(name: str) -> None:
     """Draw the accuracy of each seed on MQAR, MAD's fuzzy recall and RegBench."""
-    names = ("Transformer", "Mamba", "GLA", "RetNet", "Mamba-2", "RWKV-7", "mLSTM")
-    models = {"DeltaNet [0, 1], no convolutions": "DeltaNet, no conv.", "DeltaNet [0, 1]": "DeltaNet"}
-    models |= {"Gated DeltaNet [0, 1]": "Gated DeltaNet"} | {row: row for row in names}
+    models = {f"DeltaNet [0, 1], no convolutions{m}": f"DeltaNet, no conv.{m}" for m in ("", ", mixture")}
+    models |= {f"{row} [0, 1]": row for row in ("DeltaNet", "Gated DeltaNet")}
+    models |= {row: row for row in ("Transformer", "Mamba", "GLA", "RetNet", "Mamba-2", "RWKV-7", "mLSTM")}
     columns = {"width 128": "MQAR", "fuzzy recall": "fuzzy recall", "accuracy": "RegBench"}
-    label = "accuracy; open: [0, 1]; bars: paper"
-    seeds(name, merged("mqar", "mad", "regbench"), models, columns, label, (3.8, 2.9))
+    label = "accuracy of three seeds; open: [0, 1]; bars: paper\ndotted: chance; dashed: most frequent symbol"
+    seeds(name, merged("mqar", "mad", "regbench"), models, columns, label, (4.4, 3.2))
 
 
 def differences(
@@ -224,7 +227,7 @@ def differences(
             panel.axvline(2048, **TRAINED)
             length_axis(panel, ticks)
             panel.set_title(kind)
-        label_all(panels, "context length (tokens)", label, 2)
+        label_all(panels, "context length (tokens); one seed", label, 2)
 
 
 def starting_states(name: str) -> None:
@@ -260,7 +263,7 @@ def labelled_lines(
     size: tuple[float, float],
     form: str,
     trained: int | None = None,
-    gap: float = 1.12,
+    gap: float = 1.14,
     **axes: Any,
 ) -> None:
     """Draw numbers against lengths or sizes, with the model and its last number at the end of each line.
@@ -332,22 +335,23 @@ def perplexity(name: str) -> None:
         for model in read("lm-50m/comparison.json").values()
     }
     axes = {"yscale": "log", "yticks": [40, 60, 100, 200, 400], "ylabel": "perplexity"}
-    labelled_lines(name, curves, (4.4, 3.4), ".0f", 2048, xlabel="context length (tokens)", **axes)
+    labelled_lines(name, curves, (4.8, 3.8), ".0f", 2048, xlabel="context length (tokens); one seed", **axes)
 
 
 def loss_by_size(name: str) -> None:
-    """Draw the validation loss against the number of parameters, of models trained at all three sizes."""
-    curves: dict[str, list[tuple[int, float]]] = {}
+    """Draw by how much models trained at all three sizes beat DeltaNet, against the number of parameters."""
+    losses: dict[str, dict[int, float]] = {}
     for run in read("loss-by-size.json")["runs"]:
-        size = 5 * round(run["parameters"] / 5e6)
-        curves.setdefault(run["model"], []).append((size, run["validation_loss"]))
-    curves = {model: points for model, points in curves.items() if len(points) == 3}
-    axes = {"xlabel": "parameters (millions)", "ylabel": "validation loss (nats)"}
-    labelled_lines(name, curves, (4.2, 3.0), ".3f", gap=1.035, **axes)
+        losses.setdefault(run["model"], {})[5 * round(run["parameters"] / 5e6)] = run["validation_loss"]
+    base = losses.pop("DeltaNet")
+    curves = {m: [(n, base[n] - y) for n, y in loss.items()] for m, loss in losses.items() if len(loss) == 3}
+    axes = {"yscale": "log", "yticks": [0.01, 0.02, 0.05, 0.1, 0.2, 0.4]}
+    axes |= {"xlabel": "parameters (millions); one seed", "ylabel": "validation loss below DeltaNet's (nats)"}
+    labelled_lines(name, curves, (4.2, 3.0), ".3f", **axes)
 
 
 def learning_rates(name: str) -> None:
-    """Draw the losses of recipe=best by learning rate: a circle for each seed, a line for their mean."""
+    """Draw the losses of recipe=best by learning rate: a circle for each seed, a line for their median."""
     losses: dict[str, dict[float, list[float]]] = {}
     for run in read("recipes-50m-seeds.json")["runs"]:
         if run["complete"] and run.get("difference") in (None, "Muon in batches"):
@@ -357,11 +361,10 @@ def learning_rates(name: str) -> None:
         for model, rates in losses.items():
             if len(rates) > 1 and "[0, 1]" not in model:
                 points = sorted(rates.items())
-                means = [np.mean(values) for _, values in points]
-                panel.plot([rate for rate, _ in points], means, **look(model))
+                panel.plot([rate for rate, _ in points], [np.median(y) for _, y in points], **look(model))
                 for rate, values in points:
                     panel.plot([rate] * len(values), values, "o", markersize=3, color=look(model)["color"])
-        panel.set(xscale="log", xlabel="peak learning rate of Muon")
+        panel.set(xscale="log", xlabel="peak learning rate of Muon; line: median of the seeds")
         panel.set(ylim=(2.98, 3.45), ylabel="validation loss (nats)")
         ticks = [7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]
         panel.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
@@ -427,6 +430,7 @@ LAYERS = {f"{n} layers": f"{n} layers" for n in (2, 3, 4, 5)}
 S5_MODELS = {
     "DeltaNet [-1, 1], 1 layer": "DeltaNet",
     "DeltaNet [-1, 1], 5 layers": "DeltaNet, 5 layers",
+    "DeltaNet [0, 1], 1 layer": "DeltaNet [0, 1]",
     "DeltaNet [0, 1], 5 layers": "DeltaNet [0, 1], 5 layers",
     "DeltaProduct_4 [-1, 1], 1 layer": "DeltaProduct_4",
     "Gated DeltaNet [-1, 1], 1 layer": "Gated DeltaNet",
@@ -461,7 +465,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     ),
     "layers": partial(squares, table="layers", models=LAYERS, columns=SHORT, longest=512),
     "s5-inputs": partial(inputs, columns=S5_INPUTS, rows=3, size=(3.8, 5.2)),
-    "z60": partial(inputs, columns=Z60_INPUTS, rows=2, size=(3.8, 4.0)),
+    "z60": partial(inputs, columns=Z60_INPUTS, rows=2, size=(3.8, 4.3)),
     "length-extrapolation": length_extrapolation,
     "formal": formal,
     "recall": recall,

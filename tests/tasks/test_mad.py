@@ -94,6 +94,20 @@ def test_fuzzy_recall_asks_for_the_values_of_keys_seen_before(training: bool) ->
         assert {n: count / total for n, count in lengths.items()} == pytest.approx(expected, abs=0.03)
 
 
+def test_counting_letters_is_a_weak_guess_at_fuzzy_recall() -> None:
+    """Values have 8 letters. Guess the most frequent so far; a figure of docs/ has the accuracy."""
+    task = FuzzyRecall(seed=-1)
+    batch = task.batch(range(400))
+    assert set(batch.labels[batch.labels != IGNORE].tolist()) == set(range(task.half, task.half + 8))
+    guesses = torch.zeros_like(batch.input_ids)
+    for row, inputs in enumerate(batch.input_ids.tolist()):
+        counts: Counter[int] = Counter()
+        for t, letter in enumerate(inputs):
+            counts.update([letter] * (task.half <= letter < task.half + 8))
+            guesses[row, t] = max(counts, key=counts.__getitem__, default=0)
+    assert task.metrics(guesses, batch)["accuracy"] == pytest.approx(0.185, abs=0.02)
+
+
 def test_every_row_has_a_question_however_much_noise() -> None:
     """About one in thirty of these rows had no key twice."""
     task = InContextRecall(vocab_size=4, length=32, noise_share=0.8, noise_vocab=4, seed=3)
