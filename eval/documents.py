@@ -54,7 +54,7 @@ def run_data(run: Path | None, tokenizer: PreTrainedTokenizerBase) -> PreparedDa
         return kept
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), saved))
     config.tokenizer.name = kept_tokenizer(config.tokenizer.name, run)
-    prepared = prepare(config, log=lambda line: None, progress=False)
+    prepared = prepare(config, log=lambda line: None)
     if prepared.tokenizer().get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"the text of {run} has changed, so its tokenizer has: set suite.perplexity.sets")
     return prepared

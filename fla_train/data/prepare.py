@@ -39,14 +39,13 @@ _COUNT_AT_ONCE = 1 << 20  # tokens; to count one takes 8 bytes
 Log = Callable[[str], None]
 
 
-def prepare(
-    config: DataConfig, log: Log = print, progress: bool = True, commits: Mapping[str, str] | None = None
-) -> PreparedData:
+def prepare(config: DataConfig, log: Log = print, commits: Mapping[str, str] | None = None) -> PreparedData:
     """Tokenize the source of `config` into the cache, or resume, or return data that is prepared already.
+
+    A progress bar on stderr is updated once a minute if stderr is not a terminal.
 
     Args:
         log: receives one line at each stage.
-        progress: show a progress bar on stderr, which is updated once a minute if stderr is not a terminal.
         commits: the Hub's commit to read, by corpus of a mixture; "" without one. A dataset not listed
             is read at the commit that was prepared before, or that `data.revision` points to now.
 
@@ -61,10 +60,10 @@ def prepare(
     for name, corpus in corpus_configs(config).items():
         if name:
             log(f"data: corpus {name} of the mixture")
-        prepared[name] = _prepare_corpus(corpus, log, progress, commits.get(name))
+        prepared[name] = _prepare_corpus(corpus, log, commits.get(name))
     if prepared:
         return _joined(config, prepared)
-    return _prepare_corpus(config, log, progress, commits.get(""))
+    return _prepare_corpus(config, log, commits.get(""))
 
 
 def check_first_document(config: DataConfig) -> None:
@@ -79,7 +78,7 @@ def check_first_document(config: DataConfig) -> None:
             raise ValueError(f"data.path={corpus.path} holds no document")
 
 
-def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | None) -> PreparedData:
+def _prepare_corpus(config: DataConfig, log: Log, commit: str | None) -> PreparedData:
     """Return the prepared folder of one corpus. Build it under locks if it is not there yet."""
     paths = cache.cache_paths(config)
     if not paths.is_ready():
@@ -92,7 +91,7 @@ def _prepare_corpus(config: DataConfig, log: Log, progress: bool, commit: str | 
 
         with locked(building, note), locked(final, note):
             if not paths.is_ready():  # another process may have prepared it while this one waited
-                _build(paths, config, commit, log, progress)
+                _build(paths, config, commit, log)
     prepared = open_prepared(paths.final)
     shards.check_files(prepared.folder, prepared.manifest, hashed=False)
     if commit is not None and prepared.commits().get("", commit) != commit:
@@ -132,7 +131,7 @@ def _joined(config: DataConfig, prepared: dict[str, PreparedData]) -> PreparedDa
     return joined
 
 
-def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log: Log, show: bool) -> None:
+def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log: Log) -> None:
     """Fill `building` with the tokenizer, the shards and, last, the manifest; then rename it to `final`."""
     final, building, tokenizer = paths.final, paths.building, paths.tokenizer
     begun = find_json(building / cache.BEGUN) or {}  # empty without an unfinished preparation
@@ -169,7 +168,7 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
             "vocab_size": len(tokenizer),
             **{key: getattr(tokenizer, key) for key in special},
         },
-        **_tokenize(source, config, building, tokenizer, show),
+        **_tokenize(source, config, building, tokenizer),
     }
     if not manifest["splits"]["train"]["tokens"]:
         shutil.rmtree(building)
@@ -188,7 +187,7 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
 
 
 def _tokenize(
-    source: Source, config: DataConfig, building: Path, tokenizer: "PreTrainedTokenizerBase", show: bool
+    source: Source, config: DataConfig, building: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
     """Tokenize the source. Return the manifest's entries about the shards."""
     ids = ids_needed(tokenizer)
@@ -198,7 +197,7 @@ def _tokenize(
     records: list[shards.Record] = []
     token_counts = {split: np.zeros(ids, np.int64) for split in SPLITS}  # by token id
     sums = {split: dict.fromkeys(_COUNTS, 0) for split in SPLITS}
-    bar = _progress_bar(source, config, show)
+    bar = _progress_bar(source, config)
     with closing(tokenize_source(encoder, source.slices, building, *limits)) as finished, closing(bar):
         for number, record in enumerate(finished):
             records.append(record)
@@ -216,14 +215,13 @@ def _tokenize(
     }
 
 
-def _progress_bar(source: Source, config: DataConfig, show: bool) -> tqdm:
+def _progress_bar(source: Source, config: DataConfig) -> tqdm:
     """Return a bar over the tokens or documents up to their limit, or else over the source's bytes."""
     return tqdm(
         total=config.max_tokens or config.max_documents or source.size,
         unit="tok" if config.max_tokens else "doc" if config.max_documents else "B",
         unit_scale=True,
         desc="tokenizing",
-        disable=not show,
         # A log file gets a line a minute.
         mininterval=0.1 if sys.stderr.isatty() else 60.0,
         miniters=1,
@@ -232,7 +230,7 @@ def _progress_bar(source: Source, config: DataConfig, show: bool) -> tqdm:
 
 def _show_progress(bar: tqdm, record: shards.Record, tokens: int) -> None:
     """Advance the bar by a shard. `tokens` is the number of tokens so far."""
-    if bar.disable:
+    if bar.disable:  # by TQDM_DISABLE; such a bar has no unit
         return
     step = {"tok": record["train"]["tokens"], "doc": record["documents"], "B": record["size"]}[bar.unit]
     if record.get("resumed"):

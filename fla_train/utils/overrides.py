@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 PLAIN = re.compile(r"([a-zA-Z_/]|\.\.?/)[a-zA-Z0-9_.:/+-]*")
@@ -21,9 +21,7 @@ def escape(text: str) -> str:
 
 def quote(text: str) -> str:
     """Quote text for Hydra, which otherwise gives commas, quotes, brackets and `${` a meaning."""
-    text = re.sub(r"(\\*)'", r"\1\1\'", escape(text))  # backslashes also escape quotes
-    trailing = len(text) - len(text.rstrip("\\"))
-    return f"'{text}" + "\\" * trailing + "'"
+    return QuotedString(escape(text), Quote.single).with_quotes()
 
 
 def assign(key: str, value: object) -> str:

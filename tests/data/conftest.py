@@ -36,7 +36,7 @@ def documents():
 
 def quiet(config, log=lambda line: None, **given):
     """`prepare` without progress."""
-    return prepare(config, log=log, progress=False, **given)
+    return prepare(config, log=log, **given)
 
 
 def write_parquet(path, rows, row_group_size=16):

@@ -35,7 +35,7 @@ def run(name, cache, pinned, reads):
         validation_fraction=0.0, stream=True, stream_head_documents=20, shard_bytes=100_000,
     )
     try:
-        data = prepare(config, log=lambda line: None, progress=False, commits=pinned)
+        data = prepare(config, log=lambda line: None, commits=pinned)
         stream = open_train(data.folder, 16, 0)
         tokens = [stream.sequences(np.array([index]))[0] for index in reads]
         return {"commits": data.commits(), "texts": [data.tokenizer().decode(row) for row in tokens]}

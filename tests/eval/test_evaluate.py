@@ -43,7 +43,7 @@ def run(corpus: Path, scholar, tokenizer, tmp_path_factory: pytest.TempPathFacto
         tokenizer=TokenizerConfig(name="bytes"),
         cache_dir=cache,
     )
-    prepare(data, log=lambda line: None, progress=False)
+    prepare(data, log=lambda line: None)
     export_model(scholar, tokenizer, folder / "hf/step-0000080", CardInfo(seq_len=64))
     OmegaConf.save(OmegaConf.create({"seed": 0, "data": OmegaConf.structured(data)}), folder / "config.yaml")
     return folder
@@ -109,7 +109,7 @@ def test_text_that_is_added_after_the_training_changes_no_validation_split(tmp_p
     bpe = TokenizerConfig(name="bpe", vocab_size=300)
     paths = {"path": str(corpus), "cache_dir": str(tmp_path / "cache")}
     data = DataConfig(source="local", validation_fraction=0.5, tokenizer=bpe, **paths)
-    prepared = prepare(data, log=lambda line: None, progress=False)
+    prepared = prepare(data, log=lambda line: None)
     run.mkdir()
     OmegaConf.save(OmegaConf.create({"data": OmegaConf.structured(data)}), run / "config.yaml")
     (run / "plan.json").write_text(json.dumps({"data_folder": str(prepared.folder)}))
@@ -131,7 +131,7 @@ def test_a_lost_corpus_of_a_stream_is_prepared_again(corpus: Path, tokenizer, tm
     paths = {"path": str(corpus), "cache_dir": str(tmp_path / "cache")}
     bytewise = TokenizerConfig(name="bytes")
     data = DataConfig(source="local", validation_fraction=0.5, stream=True, tokenizer=bytewise, **paths)
-    stream = prepare(data, log=lambda line: None, progress=False)
+    stream = prepare(data, log=lambda line: None)
     expected = [document.tolist() for document in validation_documents(stream)]
     OmegaConf.save(OmegaConf.create({"data": OmegaConf.structured(data)}), tmp_path / "config.yaml")
     (tmp_path / "plan.json").write_text(json.dumps({"data_folder": str(stream.folder)}))

@@ -88,7 +88,7 @@ def test_a_dry_run_fetches_and_writes_nothing(fla_train, corpus: Path, tmp_path:
 
 def test_a_damaged_shard_is_found_before_the_start(fla_train, make_config, tmp_path: Path):
     here = [f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}"]
-    prepare(make_config(*here).data, log=lambda line: None, progress=False)
+    prepare(make_config(*here).data, log=lambda line: None)
     (shard,) = (tmp_path / "cache").glob("*/shard-00000.bin")
     shard.write_bytes(shard.read_bytes()[:-2])
     assert str(shard) in refused(fla_train(*here))
