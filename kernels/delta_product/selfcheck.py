@@ -39,9 +39,8 @@ class Case:
     final_state: bool = True  # asked for and differentiated; kernels without one are compiled apart
     documents: tuple[int, ...] | None = None  # cu_seqlens
     qk_l2norm: bool = True
-    segment_chunks: int | None = (
-        None  # chunks of a segment that Triton splits sequences into; None: decided by size
-    )
+    # Chunks of a segment that Triton splits sequences into; None: decided by size.
+    segment_chunks: int | None = None
     head_dims: tuple[int, int] | None = None  # K and V; None: those that `check_backend` is asked for
     busy: bool = False  # enough copies of the batch to fill a GPU: `chunk_bwd_fused` runs on Hopper
 

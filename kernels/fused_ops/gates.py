@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.rms_norm import norm_tile
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
@@ -126,14 +127,6 @@ def _strides(**tensors: Tensor | None) -> dict[str, int]:
 
 
 @triton.jit
-def gate_tile(n_rows, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Return rows [BR, 1], columns [1, BC] and mask [BR, BC] of this program's tile of [rows, COLS]."""
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    o_c = tl.arange(0, BC)
-    return o_r[:, None], o_c[None, :], (o_r < n_rows)[:, None] & (o_c < COLS)[None, :]
-
-
-@triton.jit
 def softplus(b_z):
     """Return log(1 + e^z) to fp32 precision: log(w) u / (w - 1) with w = 1 + u corrects the rounding of w."""
     b_u = tl.exp(-tl.abs(b_z))
@@ -150,11 +143,11 @@ def gate_forward_kernel(
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
     S_b: tl.constexpr, S_a: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_s, m_b = gate_tile(n_rows, S, BR, BS)
+    o_r, o_s, m_b = norm_tile(tl.program_id(0), n_rows, S, BR, BS)
     b_b = tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32)
     tl.store(beta + o_r * S + o_s, beta_max * tl.sigmoid(b_b), mask=m_b)
     if GATED:
-        o_r, o_a, m_a = gate_tile(n_rows, H, BR, BH)
+        o_r, o_a, m_a = norm_tile(tl.program_id(0), n_rows, H, BR, BH)
         o_h = tl.arange(0, BH)
         b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
@@ -170,13 +163,13 @@ def gate_backward_kernel(
     S: tl.constexpr, H: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
     S_b: tl.constexpr, S_a: tl.constexpr, S_db: tl.constexpr, S_da: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_s, m_b = gate_tile(n_rows, S, BR, BS)
+    o_r, o_s, m_b = norm_tile(tl.program_id(0), n_rows, S, BR, BS)
     b_sigmoid = tl.sigmoid(tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32))
     b_slope = beta_max * b_sigmoid * (1.0 - b_sigmoid)
     b_db = tl.load(dbeta + o_r * S + o_s, mask=m_b, other=0.0) * b_slope
     tl.store(db + o_r * S_db + o_s, b_db.to(db.dtype.element_ty), mask=m_b)
     if GATED:
-        o_r, o_a, m_a = gate_tile(n_rows, H, BR, BH)
+        o_r, o_a, m_a = norm_tile(tl.program_id(0), n_rows, H, BR, BH)
         o_h = tl.arange(0, BH)
         b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)

@@ -157,16 +157,9 @@ class _RMSNorm(torch.autograd.Function):
 class _CastRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, scaled, eps, dtype, narrow):
-        x, weight, scaled, total = x.contiguous(), weight.contiguous(), scaled.contiguous(), None
-        if residual is not None:
-            residual = residual.contiguous()
-            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-        data = torch.empty_like(x, dtype=narrow)
-        rms_norm_forward(x, residual, scaled, None, eps, data, total)
-        ctx.save_for_backward(x if total is None else total, weight, None)
-        ctx.eps, ctx.residual_dtype = eps, None if residual is None else residual.dtype
-        ctx.dtype = x.dtype
-        ctx.set_materialize_grads(False)
+        x = as_rows(x)
+        data, total = _RMSNorm.forward(ctx, x, scaled, None, residual, eps, narrow)
+        ctx.save_for_backward(x if total is None else total, weight.contiguous(), None)
         ctx.mark_non_differentiable(data)
         return x.new_empty(1, dtype=dtype).expand(x.shape), data, total
 

@@ -44,9 +44,8 @@ from fla_train.kernels.sizes import ceil_div
 
 FORGOTTEN = tl.constexpr(-40.0)  # log2 of the decay below which a state's remainder is nothing in fp32
 NO_DECAY = tl.constexpr(-1000.0)  # floor of one chunk's log2 decay, so that sums stay finite
-WINDOW = tl.constexpr(
-    64
-)  # chunks of a segment whose decays are looked at: its last, in the backward its first
+# Chunks of a segment whose decays are looked at: its last, in the backward its first.
+WINDOW = tl.constexpr(64)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "n_segments", "segment_chunks"])
