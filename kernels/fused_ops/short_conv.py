@@ -225,23 +225,15 @@ def _conv_launch(
 
 
 @triton.jit
-def load_tap(weight, o_d, shift: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """Load [1, BD] fp32 weights of the inputs `shift` tokens back, zeros if the convolution is narrower."""
-    b_w = tl.zeros_like(o_d).to(tl.float32)
-    if shift < W:
-        b_w += tl.load(weight + o_d * W + (W - 1 - shift), mask=o_d < D, other=0.0).to(tl.float32)
-    return b_w[None, :]
-
-
-@triton.jit
 def load_taps(weight, o_d, D: tl.constexpr, W: tl.constexpr):
-    """Load the weights of the inputs 0, 1, 2 and 3 tokens back."""
-    return (
-        load_tap(weight, o_d, 0, D, W),
-        load_tap(weight, o_d, 1, D, W),
-        load_tap(weight, o_d, 2, D, W),
-        load_tap(weight, o_d, 3, D, W),
-    )
+    """Load [1, BD] fp32 weights of the inputs 0, 1, 2 and 3 tokens back, zeros where there is none."""
+    taps = ()
+    for shift in tl.static_range(HALO + 1):
+        b_w = tl.zeros_like(o_d).to(tl.float32)
+        if shift < W:
+            b_w += tl.load(weight + o_d * W + (W - 1 - shift), mask=o_d < D, other=0.0).to(tl.float32)
+        taps += (b_w[None, :],)
+    return taps
 
 
 @triton.jit
@@ -259,32 +251,34 @@ def inside(o_t, o_end, m_d):
 @triton.jit
 def load_group(p, o_t, o_end, m_d, S: tl.constexpr):
     """Load the GROUP tokens from `o_t` on, to which p points; zeros from `o_end` on."""
-    return (
-        tl.load(p, mask=inside(o_t, o_end, m_d), other=0.0),
-        tl.load(p + S, mask=inside(o_t + 1, o_end, m_d), other=0.0),
-        tl.load(p + 2 * S, mask=inside(o_t + 2, o_end, m_d), other=0.0),
-        tl.load(p + 3 * S, mask=inside(o_t + 3, o_end, m_d), other=0.0),
-    )
+    group = ()
+    for i in tl.static_range(GROUP):
+        group += (tl.load(p + i * S, mask=inside(o_t + i, o_end, m_d), other=0.0),)
+    return group
 
 
 @triton.jit
-def load_past(p, before, o_row, o_t, o_end, o_d, m_d, T, D: tl.constexpr, W: tl.constexpr):
-    """Load tokens `o_t` at p, which may lie before their sequence; `before` [B, W-1, D] has those."""
-    b_x = tl.load(p, mask=(o_t >= 0)[:, None] & inside(o_t, o_end, m_d), other=0.0)
-    if before is not None:
-        mask = ((o_t < 0) & (o_t > -W) & (o_end > 0))[:, None] & m_d
-        o_before = (o_row // T + 1) * (W - 1) + o_t
-        b_x += tl.load(before + o_before[:, None] * D + o_d[None, :], mask=mask, other=0.0)
-    return b_x
+def load_past(p, before, o_row, o_t, o_end, o_d, m_d, T, D: tl.constexpr, W: tl.constexpr, S: tl.constexpr):
+    """Load the HALO tokens ahead of `o_t` at p; `before` [B, W-1, D] has those before their sequence."""
+    past = ()
+    for i in tl.static_range(HALO):
+        o_past = o_t + (i - HALO)
+        b_x = tl.load(p + (i - HALO) * S, mask=(o_past >= 0)[:, None] & inside(o_past, o_end, m_d), other=0.0)
+        if before is not None:
+            mask = ((o_past < 0) & (o_past > -W) & (o_end > 0))[:, None] & m_d
+            o_before = (o_row // T + 1) * (W - 1) + o_past
+            b_x += tl.load(before + o_before[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+        past += (b_x,)
+    return past
 
 
 @triton.jit
-def widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3):
-    """Return past inputs and a group in fp32, in order of time."""
-    return (
-        b_x3.to(tl.float32), b_x2.to(tl.float32), b_x1.to(tl.float32), b_g0.to(tl.float32),
-        b_g1.to(tl.float32), b_g2.to(tl.float32), b_g3.to(tl.float32),
-    )  # fmt: skip
+def widen(b_xs):
+    """Return a tuple of inputs in fp32."""
+    wide = ()
+    for i in tl.static_range(len(b_xs)):
+        wide += (b_xs[i].to(tl.float32),)
+    return wide
 
 
 @triton.jit
@@ -333,17 +327,15 @@ def conv_forward_kernel(
     b_ws = load_taps(weight, o_d, D, W)
     m_d = (o_d < D)[None, :]
     p_x = pointers(x, o_row, o_t, o_d, S_x)
-    b_x3 = load_past(p_x - 3 * S_x, before, o_row, o_t - 3, o_end, o_d, m_d, T, D, W)
-    b_x2 = load_past(p_x - 2 * S_x, before, o_row, o_t - 2, o_end, o_d, m_d, T, D, W)
-    b_x1 = load_past(p_x - S_x, before, o_row, o_t - 1, o_end, o_d, m_d, T, D, W)
+    past = load_past(p_x, before, o_row, o_t, o_end, o_d, m_d, T, D, W, S_x)
     o_stop = tl.minimum(o_end, o_t + L)
-    b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t, o_stop, m_d, S_x)
+    group = load_group(p_x, o_t, o_stop, m_d, S_x)
     p_y = pointers(y, o_row, o_t, o_d, D)
     for i in range(0, L, GROUP):
-        b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
-        b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
+        b_xs = widen(past + group)
+        past = group[1:]
         p_x += GROUP * S_x
-        b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t + i + GROUP, o_stop, m_d, S_x)
+        group = load_group(p_x, o_t + i + GROUP, o_stop, m_d, S_x)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_row, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
@@ -365,26 +357,23 @@ def conv_backward_kernel(
     b_ws = load_taps(weight, o_d, D, W)
     m_d = (o_d < D)[None, :]
     p_x = pointers(x, o_row, o_t, o_d, S_x)
-    b_x3 = load_past(p_x - 3 * S_x, before, o_row, o_t - 3, o_end, o_d, m_d, T, D, W)
-    b_x2 = load_past(p_x - 2 * S_x, before, o_row, o_t - 2, o_end, o_d, m_d, T, D, W)
-    b_x1 = load_past(p_x - S_x, before, o_row, o_t - 1, o_end, o_d, m_d, T, D, W)
+    past = load_past(p_x, before, o_row, o_t, o_end, o_d, m_d, T, D, W, S_x)
     o_stop = tl.minimum(o_end, o_t + L + HALO)
-    b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t, o_stop, m_d, S_x)
+    group = load_group(p_x, o_t, o_stop, m_d, S_x)
     p_dy = pointers(dy, o_row, o_t, o_d, D)
-    b_dy0, b_dy1, b_dy2, b_dy3 = load_group(p_dy, o_t, o_stop, m_d, D)
+    dy_group = load_group(p_dy, o_t, o_stop, m_d, D)
     o_last = tl.minimum(o_end, o_t + L) + HALO  # a token finishes dx of the one HALO before it
     p_dx = pointers(dx, o_row, o_t - HALO, o_d, S_dx)
     b_zero = tl.zeros((BR, BD), tl.float32)
     b_dx1, b_dx2, b_dx3 = b_zero, b_zero, b_zero  # unfinished sums of the last three tokens
     b_dw0, b_dw1, b_dw2, b_dw3 = b_zero, b_zero, b_zero, b_zero
     for i in range(0, L + GROUP, GROUP):
-        b_xs = widen(b_x3, b_x2, b_x1, b_g0, b_g1, b_g2, b_g3)
-        b_dys = (b_dy0, b_dy1, b_dy2, b_dy3)
-        b_x3, b_x2, b_x1 = b_g1, b_g2, b_g3
+        b_xs, b_dys = widen(past + group), dy_group
+        past = group[1:]
         p_x += GROUP * S_x
         p_dy += GROUP * D
-        b_g0, b_g1, b_g2, b_g3 = load_group(p_x, o_t + i + GROUP, o_stop, m_d, S_x)
-        b_dy0, b_dy1, b_dy2, b_dy3 = load_group(p_dy, o_t + i + GROUP, o_stop, m_d, D)
+        group = load_group(p_x, o_t + i + GROUP, o_stop, m_d, S_x)
+        dy_group = load_group(p_dy, o_t + i + GROUP, o_stop, m_d, D)
         for j in tl.static_range(GROUP):
             b_n = load_positions(position_in_document, o_row, o_t + i + j, o_stop, PACKED)
             b_z = convolve(b_xs, j, b_ws, b_n, PACKED)
@@ -406,10 +395,6 @@ def conv_backward_kernel(
         p_dx += GROUP * S_dx
     i_group = tl.program_id(0) // ((D + BD - 1) // BD)
     p_dw = partial + (i_group.to(tl.int64) * D + o_d) * W + W - 1
-    tl.store(p_dw, tl.sum(b_dw0, 0), mask=o_d < D)
-    if W > 1:
-        tl.store(p_dw - 1, tl.sum(b_dw1, 0), mask=o_d < D)
-    if W > 2:
-        tl.store(p_dw - 2, tl.sum(b_dw2, 0), mask=o_d < D)
-    if W > 3:
-        tl.store(p_dw - 3, tl.sum(b_dw3, 0), mask=o_d < D)
+    b_dws = (b_dw0, b_dw1, b_dw2, b_dw3)
+    for shift in tl.static_range(W):
+        tl.store(p_dw - shift, tl.sum(b_dws[shift], 0), mask=o_d < D)

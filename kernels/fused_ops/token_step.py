@@ -173,33 +173,16 @@ def step_tile(x: Tensor, width: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def select_weight(
-    i, w0, w1, w2, w3, w4, w5,
-    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr, R4: tl.constexpr,
-    R5: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+def select_weight(i, weights, rows, BR: tl.constexpr):
     """Return program i's weight, its number of rows, the first of its rows, the column of its row 0."""
-    w, n, start, column = w0, R0, 0, 0
-    E0: tl.constexpr = (R0 + BR - 1) // BR
-    E1: tl.constexpr = E0 + (R1 + BR - 1) // BR
-    E2: tl.constexpr = E1 + (R2 + BR - 1) // BR
-    E3: tl.constexpr = E2 + (R3 + BR - 1) // BR
-    E4: tl.constexpr = E3 + (R4 + BR - 1) // BR
-    if R1 > 0:
-        if i >= E0:
-            w, n, start, column = w1, R1, E0, R0
-    if R2 > 0:
-        if i >= E1:
-            w, n, start, column = w2, R2, E1, R0 + R1
-    if R3 > 0:
-        if i >= E2:
-            w, n, start, column = w3, R3, E2, R0 + R1 + R2
-    if R4 > 0:
-        if i >= E3:
-            w, n, start, column = w4, R4, E3, R0 + R1 + R2 + R3
-    if R5 > 0:
-        if i >= E4:
-            w, n, start, column = w5, R5, E4, R0 + R1 + R2 + R3 + R4
+    w, n, start, column = weights[0], rows[0], 0, 0
+    next_start, next_column = 0, 0
+    for j in tl.static_range(1, len(rows)):
+        next_start += (rows[j - 1] + BR - 1) // BR
+        next_column += rows[j - 1]
+        if rows[j] > 0:
+            if i >= next_start:
+                w, n, start, column = weights[j], rows[j], next_start, next_column
     return w, n, (i - start) * BR, column
 
 
@@ -215,9 +198,8 @@ def linear_step_kernel(
 
     The factor 1 / rms of a token is applied to the products; a norm needs all channels.
     """
-    w, n, i_row, i_column = select_weight(
-        tl.program_id(0), w0, w1, w2, w3, w4, w5, R0, R1, R2, R3, R4, R5, BR
-    )
+    weights, rows = (w0, w1, w2, w3, w4, w5), (R0, R1, R2, R3, R4, R5)
+    w, n, i_row, i_column = select_weight(tl.program_id(0), weights, rows, BR)
     o_m, o_r = tl.program_id(1) * BM + tl.arange(0, BM), i_row + tl.arange(0, BR)
     m_m, m_r = o_m < M, o_r < n
     b_squares = tl.zeros([BM], tl.float32)
@@ -297,33 +279,28 @@ def norm_step_kernel(
 
 @triton.jit
 def convolve_token(y, weight, state, o_c, mask, W: tl.constexpr):
-    """Return silu of the convolution at channels `o_c`, and the state after it, oldest first.
+    """Return silu of the convolution at channels `o_c`, and the state after it, a tuple, oldest first.
 
     `y` and `state` point at the sequence's.
     """
     b_new = tl.load(y + o_c, mask=mask, other=0.0)
-    b_x = b_new.to(tl.float32)
-    b_1, b_2 = b_new, b_new
+    b_x, inputs = b_new.to(tl.float32), ()
     if W > 1:
         p_s, p_w = state + o_c * (W - 1), weight + o_c * W
         b_x *= tl.load(p_w + W - 1, mask=mask, other=0.0).to(tl.float32)
-        b_0 = tl.load(p_s, mask=mask, other=0.0)
-        b_1 = tl.load(p_s + 1, mask=mask & (W > 2), other=0.0)
-        b_2 = tl.load(p_s + 2, mask=mask & (W > 3), other=0.0)
-        b_x += b_0.to(tl.float32) * tl.load(p_w, mask=mask, other=0.0).to(tl.float32)
-        b_x += b_1.to(tl.float32) * tl.load(p_w + 1, mask=mask & (W > 2), other=0.0).to(tl.float32)
-        b_x += b_2.to(tl.float32) * tl.load(p_w + 2, mask=mask & (W > 3), other=0.0).to(tl.float32)
-    return (b_x * tl.sigmoid(b_x)).to(y.dtype.element_ty).to(tl.float32), b_1, b_2, b_new
+        for i in tl.static_range(W - 1):
+            inputs += (tl.load(p_s + i, mask=mask, other=0.0),)
+        for i in tl.static_range(W - 1):
+            b_x += inputs[i].to(tl.float32) * tl.load(p_w + i, mask=mask, other=0.0).to(tl.float32)
+    inputs += (b_new,)
+    return (b_x * tl.sigmoid(b_x)).to(y.dtype.element_ty).to(tl.float32), inputs[1:]
 
 
 @triton.jit
-def keep_inputs(state, o_c, mask, b_1, b_2, b_new, W: tl.constexpr):
+def keep_inputs(state, o_c, mask, inputs):
     """Store what `convolve_token` returned, behind a barrier: several threads may have loaded a channel."""
-    if W > 1:
-        p_s = state + o_c * (W - 1)
-        tl.store(p_s, b_1, mask=mask & (W > 2))
-        tl.store(p_s + 1, b_2, mask=mask & (W > 3))
-        tl.store(p_s + W - 2, b_new.to(state.dtype.element_ty), mask=mask)
+    for i in tl.static_range(len(inputs)):
+        tl.store(state + o_c * len(inputs) + i, inputs[i].to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -356,7 +333,7 @@ def mixer_step_kernel(
         sq += i_b * H * K * (W - 1)
         sk += i_b * N * H * K * (W - 1)
         sv += i_b * N * H * V * (W - 1)
-    b_q, q_1, q_2, q_new = convolve_token(y + CQ, wq, sq, c_q, m_k, W)
+    b_q, q_inputs = convolve_token(y + CQ, wq, sq, c_q, m_k, W)
     ks, betas = (), ()
     for j in tl.static_range(N):
         ks += (convolve_token(y + CK, wk, sk, (j * H + i_h) * K + o_k, m_k, W),)
@@ -366,9 +343,9 @@ def mixer_step_kernel(
         b_a = tl.load(y + CA + i_h).to(tl.float32) + tl.load(dt_bias + i_h).to(tl.float32)
         b_decay = tl.exp(-tl.exp(tl.load(A_log + i_h).to(tl.float32)) * softplus(b_a))
     tl.debug_barrier()
-    keep_inputs(sq, c_q, m_k, q_1, q_2, q_new, W)
+    keep_inputs(sq, c_q, m_k, q_inputs)
     for j in tl.static_range(N):
-        keep_inputs(sk, (j * H + i_h) * K + o_k, m_k, ks[j][1], ks[j][2], ks[j][3], W)
+        keep_inputs(sk, (j * H + i_h) * K + o_k, m_k, ks[j][1])
     b_q = normalised(b_q, l2_eps) * scale
     b_o = tl.zeros([BT, BV], tl.float32)
     for t in tl.static_range(BT):
@@ -382,7 +359,7 @@ def mixer_step_kernel(
             vs += (convolve_token(y + CV, wv, sv, (j * H + i_h) * V + o_v, m_v, W),)
         tl.debug_barrier()
         for j in tl.static_range(N):
-            keep_inputs(sv, (j * H + i_h) * V + o_v, m_v, vs[j][1], vs[j][2], vs[j][3], W)
+            keep_inputs(sv, (j * H + i_h) * V + o_v, m_v, vs[j][1])
             b_k = normalised(ks[j][0], l2_eps)
             b_u = betas[j] * (vs[j][0] - tl.sum(b_s * b_k[:, None], 0))
             b_s += b_k[:, None] * b_u[None, :]
