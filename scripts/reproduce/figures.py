@@ -200,6 +200,22 @@ def recall(name: str) -> None:
     seeds(name, merged("mqar", "mad", "regbench"), models, columns, label, (4.4, 3.2))
 
 
+def mqar(name: str) -> None:
+    """Draw the accuracy on MQAR against the steps of the whole recipe, by width."""
+    lines = {"width 128, mixture": "-.", "width 64": ":", "width 128": "--", "width 256": "-"}
+    with figure(name, (3.8, 2.6)) as (panel,):
+        for label, style in lines.items():
+            tests = read("paper-recipes.json")["runs"][f"MQAR without convolutions, {label}"]["tests"]
+            y = [test["train_setting/accuracy"] for test in tests]
+            panel.plot(
+                [test["step"] for test in tests], y, style, color=look("DeltaNet")["color"], label=label
+            )
+        panel.axvline(5000, color="0.3", linewidth=1.2, label="fast recipe, no mixture")
+        panel.set(xlabel="training steps; one seed", ylabel="accuracy (chance: 1/4,096)")
+        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.legend(handlelength=3)
+
+
 def differences(
     name: str,
     losses: Mapping[tuple[str, str], Mapping[str, float]],
@@ -469,6 +485,7 @@ DRAWINGS: dict[str, Callable[[str], None]] = {
     "length-extrapolation": length_extrapolation,
     "formal": formal,
     "recall": recall,
+    "mqar": mqar,
     "eigenvalues": eigenvalues,
     "length-52m": householder_steps,
     "starting-states": starting_states,
