@@ -38,6 +38,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     GT,
     LEAST,
     LEAST_GATE,
+    LINES,
     PAIR,
     QUERY,
     RAW,
@@ -48,6 +49,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     SLICED,
     TILE,
     WRITE,
+    accumulator,
     barrier,
     copy_rows,
     copy_tile,
@@ -62,9 +64,9 @@ from fla_train.kernels.delta_product.hopper.common import (
     keep_scalars,
     load_sums,
     make_bar,
+    make_lines,
     make_operand,
     make_sums,
-    make_table,
     opaque_zero,
     products,
     rebuild,
@@ -107,18 +109,12 @@ def chunk_bwd_fused_kernel(
     OF_K: gl.constexpr = 2 if K > ROWS and K <= SLICED else 1
     OF_V: gl.constexpr = 2 if WIDTH > ROWS and WIDTH <= SLICED else 1
     INVERSE: gl.constexpr = wy.dtype
-    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
-    )
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * BK // num_warps, 16])
+    SQUARE: gl.constexpr = accumulator(ROWS, num_warps)
+    WIDE: gl.constexpr = accumulator(BK, num_warps)
     # Layout of [V, ...]: each warp has 16 rows where there are enough.
     DOWN: gl.constexpr = BV // 16
-    TALL: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [DOWN, num_warps // DOWN], [16, ROWS * DOWN // num_warps, 16]
-    )
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [DOWN, num_warps // DOWN], [16, BK * DOWN // num_warps, 16]
-    )
+    TALL: gl.constexpr = accumulator(ROWS, num_warps, DOWN)
+    STATE: gl.constexpr = accumulator(BK, num_warps, DOWN)
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
@@ -167,7 +163,7 @@ def chunk_bwd_fused_kernel(
         m_dk = reinterpret(m_dv, DTYPE, [BV // BK, ROWS, BK], TILE)
     else:
         m_dk = gl.allocate_shared_memory(DTYPE, [1, ROWS, BK], TILE)
-    table = make_table()
+    table = make_lines(LINES)
     state_sums, maxima = make_sums(2), make_sums(2)
     written, inner, keys, queries = make_sums(2), make_sums(2), make_sums(2), make_sums(2)
     # Rounding error of the scores: by row, by column of k, by column of q.

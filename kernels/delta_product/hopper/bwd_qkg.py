@@ -23,18 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.hopper.common import (
     BETA,
+    LINES,
     QUERY,
     READ,
     ROWS,
     TILE,
     WRITE,
+    accumulator,
     barrier,
     copy_pair,
     copy_state,
     copy_tile,
     fetch_scalars,
     keep_scalars,
-    make_table,
+    make_lines,
     persistent_programs,
     with_tma_descriptors,
 )
@@ -80,10 +82,8 @@ def chunk_bwd_qkg_kernel(
     Tiles of q and dO also have 64 rows: those past the chunk belong to later tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
-    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
-    )
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 4 * K // num_warps, 16])
+    SQUARE: gl.constexpr = accumulator(ROWS, num_warps)
+    WIDE: gl.constexpr = accumulator(K, num_warps)
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
@@ -102,7 +102,7 @@ def chunk_bwd_qkg_kernel(
     m_q = gl.allocate_shared_memory(DTYPE, [1, ROWS, K], q.layout)
     m_da = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
     m_dp = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROWS], TILE)
-    table = make_table()
+    table = make_lines(LINES)
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
         mbarrier.init(bars.index(i), count=1)

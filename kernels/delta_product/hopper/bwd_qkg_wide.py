@@ -20,15 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.hopper.common import (
     BETA,
+    LINES,
     QUERY,
     READ,
     ROWS,
     WRITE,
+    accumulator,
     async_load,
     barrier,
     fetch_scalars,
     keep_scalars,
-    make_table,
+    make_lines,
     persistent_programs,
     with_tma_descriptors,
 )
@@ -131,12 +133,8 @@ def chunk_bwd_qkg_wide_kernel(
     Tiles of q and dO have 64 rows, too: those past the chunk belong to later tokens and count as zero.
     """
     DTYPE: gl.constexpr = k.dtype
-    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, num_warps // 4], [16, 4 * ROWS // num_warps, 16]
-    )
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, num_warps // 4], [16, 4 * HALF // num_warps, 16]
-    )
+    SQUARE: gl.constexpr = accumulator(ROWS, num_warps)
+    WIDE: gl.constexpr = accumulator(HALF, num_warps)
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
@@ -148,7 +146,7 @@ def chunk_bwd_qkg_wide_kernel(
     m_k = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], k.layout)
     m_q = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], q.layout)
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS, WIDTH, HALF], states.layout)
-    table = make_table()
+    table = make_lines(LINES)
     bars = gl.allocate_shared_memory(gl.int64, [KEYS + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(KEYS + 1):
         mbarrier.init(bars.index(i), count=1)

@@ -44,6 +44,7 @@ PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # layout of seve
 # of q; cumulative gates by step and by token, and the gates as given. Without gates the last three are not
 # filled. `inside_chunk` puts sums into lines that nobody needs again.
 BETA, RK, RQ, READ, WRITE, QUERY, GM, GT, RAW = (gl.constexpr(i) for i in range(9))
+LINES = gl.constexpr(9)
 
 
 class TmaDescriptor(TensorDescriptor):
@@ -119,6 +120,13 @@ def _matrix(tensor: Tensor, shape: list[int], tile: list[int]) -> TmaDescriptor:
 def _padded(width: int) -> int:
     """Return `width` rounded up to the width of a tile, for K and for tiles of V up to 128."""
     return ROWS.value * ceil_div(width, ROWS.value)
+
+
+@gluon.constexpr_function
+def accumulator(columns, num_warps, down=4):
+    """Return the layout of a matrix product of so many columns, 16 rows in each of `down` warps."""
+    instruction = [16, columns * down // num_warps, 16]
+    return gl.NVMMADistributedLayout([3, 0], [down, num_warps // down], instruction)
 
 
 @gluon.jit
@@ -303,19 +311,12 @@ def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def make_table():
-    """Allocate nine lines of 64; of one array the compiler would have each store wait for the one before."""
-    return (
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),
-    )
+def make_lines(count: gl.constexpr):
+    """Allocate lines of 64; of one array the compiler would have each store wait for the one before."""
+    lines = ()
+    for _ in gl.static_range(count):
+        lines += (gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),)
+    return lines
 
 
 @gluon.jit

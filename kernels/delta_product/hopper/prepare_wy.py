@@ -20,14 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.hopper.common import (
-    FLAT,
     LEAST,
     ROWS,
     TILE,
+    accumulator,
     add,
     barrier,
     chunk_span,
     copy_pair,
+    make_bar,
+    make_lines,
     opaque_zero,
     reinterpret,
     rows_of,
@@ -102,7 +104,7 @@ def chunk_prepare_wy_kernel(
     """
     DTYPE: gl.constexpr = k.dtype
     BK: gl.constexpr = 64 if K <= 64 else 128
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
+    ACC: gl.constexpr = accumulator(ROWS, num_warps)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
@@ -118,13 +120,8 @@ def chunk_prepare_wy_kernel(
     if BK == 64:
         m_rest = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
         m_wy = gl.allocate_shared_memory(gl.float16, [ROWS, ROWS], TILE)
-    t_rk = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    t_rq = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    t_beta = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    t_gm = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    t_gt = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
+    t_rk, t_rq, t_beta, t_gm, t_gt = make_lines(5)
+    bar = make_bar()
     fence_async_shared()
     barrier()
     copy_pair(k, q, m_k, m_q, bar, i_m.to(gl.int32), i_t.to(gl.int32), i_h // G, True, 2 * ROWS * BK * 2)
