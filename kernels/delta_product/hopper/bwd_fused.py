@@ -176,9 +176,8 @@ def chunk_bwd_fused_kernel(
 
     i_c = n_chunks - 1
     i_t, n_t = i_start + i_c * C, length - i_c * C
-    scalars = fetch_scalars(
-        beta, g, g_cum, q_rnorm, k_rnorm, i_t.to(gl.int64), n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
-    )
+    rows = beta, g, g_cum, q_rnorm, k_rnorm
+    scalars = fetch_scalars(rows, i_t.to(gl.int64), n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
     keep_scalars(table, scalars, scale, GATED)
     g_last, b_peak = scalars[5], gl.load(peak + (i_chunk + i_c) * H + i_h)
     m_ds.index(0).store(b_ds.to(DTYPE))
@@ -331,10 +330,7 @@ def chunk_bwd_fused_kernel(
         ahead = gl.minimum(step + 1, n_chunks - 1)
         mbarrier.wait(bars_k.index(ahead & 1), (ahead >> 1) & 1)
         b_du = products(s_ds, m_k.index((ahead & 1) + zero).permute((1, 0)), tall, K)
-        scalars = fetch_scalars(
-            beta, g, g_cum, q_rnorm, k_rnorm, f_t.to(gl.int64), f_n, i_h, n_total,
-            H, N, GATED, L2NORM, num_warps,
-        )  # fmt: skip
+        scalars = fetch_scalars(rows, f_t.to(gl.int64), f_n, i_h, n_total, H, N, GATED, L2NORM, num_warps)
         f_peak = gl.load(peak + (i_chunk + gl.maximum(i_c, 0)) * H + i_h)
         keep_row_sums(inner, pairs + row_sums(b_da * b_kk), zero)  # dA .* A
         if GATED:

@@ -109,17 +109,14 @@ def chunk_bwd_qkg_kernel(
     fence_async_shared()
     barrier()
 
+    where, rows = (cu_seqlens, chunk_offsets, chunk_sequence, T, NT), (beta, g, g_cum, q_rnorm, k_rnorm)
     work = gl.program_id(0)
-    i_h, i_t, n_t, r_m, r_t = work_span(
-        work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
-    )
+    i_h, i_t, n_t, r_m, r_t = work_span(work, where, H, N, C, PACKED)
     copy_values(u, dv, do, m_u, m_dv, m_do, bars, 0, r_m, r_t, i_h, True, VALUE_BYTES)
     copy_states(dstates, states, m_ds.index(0), m_s.index(0), bars.index(2), work, True, STATE_BYTES)
     copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h // G, True, ROW_BYTES)
 
-    scalars = fetch_scalars(
-        beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
-    )
+    scalars = fetch_scalars(rows, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
     keep_scalars(table, scalars, scale, GATED)
     g_last = scalars[5]
     barrier()
@@ -134,14 +131,10 @@ def chunk_bwd_qkg_kernel(
         following = work + gl.num_programs(0)
         pred = following < n_work
         ahead = gl.minimum(following, n_work - 1)
-        f_h, f_t, f_n, r_m, r_t = work_span(
-            ahead, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
-        )
+        f_h, f_t, f_n, r_m, r_t = work_span(ahead, where, H, N, C, PACKED)
         copy_values(u, dv, do, m_u, m_dv, m_do, bars, 1 - buffer, r_m, r_t, f_h, pred, VALUE_BYTES)
 
-        scalars = fetch_scalars(
-            beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
-        )
+        scalars = fetch_scalars(rows, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps)
 
         s_u, s_dv, s_do = m_u.index(buffer), m_dv.index(buffer), m_do.index(buffer)
         mbarrier.wait(bars.index(buffer), (step >> 1) & 1)

@@ -153,10 +153,9 @@ def chunk_bwd_qkg_wide_kernel(
     fence_async_shared()
     barrier()
 
+    where, rows = (cu_seqlens, chunk_offsets, chunk_sequence, T, NT), (beta, g, g_cum, q_rnorm, k_rnorm)
     work = gl.program_id(0)
-    i_h, i_t, n_t, r_m, r_t = work_span(
-        work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
-    )
+    i_h, i_t, n_t, r_m, r_t = work_span(work, where, H, N, C, PACKED)
     copy_first(u, m_u, bars.index(FIRST), r_m, i_h, True)
     copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, i_h, True)
     copy_slice(dstates, ring, bars, 0, work, 0, n_work)
@@ -164,9 +163,7 @@ def chunk_bwd_qkg_wide_kernel(
     copy_slice(dstates, ring, bars, 2, work, 1, n_work)
     copy_keys(k, q, m_k, m_q, bars.index(KEYS), r_m, r_t, i_h // G, True)
 
-    scalars = fetch_scalars(
-        beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps
-    )
+    scalars = fetch_scalars(rows, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
     keep_scalars(table, scalars, scale, GATED)
     g_last = scalars[5]
     barrier()
@@ -178,9 +175,7 @@ def chunk_bwd_qkg_wide_kernel(
         following = work + gl.num_programs(0)
         pred = following < n_work
         ahead = gl.minimum(following, n_work - 1)
-        f_h, f_t, f_n, r_m, r_t = work_span(
-            ahead, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, H, N, C, PACKED
-        )
+        f_h, f_t, f_n, r_m, r_t = work_span(ahead, where, H, N, C, PACKED)
         # Where the first half of dk and dq waits: a row's 256 numbers of 16 bits have room for 128 of 32.
         o_r, o_k = gl.arange(0, ROWS, WROW), gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
         place = o_r[:, None] * (H * K // 2) + o_k[None, :]
@@ -261,9 +256,7 @@ def chunk_bwd_qkg_wide_kernel(
         if L2NORM:
             of_k, of_q = norm_parts(table, kw_r, kr_r, kp, qr, qp, ROW, WROW)
 
-        scalars = fetch_scalars(
-            beta, g, g_cum, q_rnorm, k_rnorm, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps
-        )
+        scalars = fetch_scalars(rows, f_t, f_n, f_h, n_total, H, N, GATED, L2NORM, num_warps)
 
         # Both halves in place of k and q, the second one first, and from there into rows of whole sectors.
         for half in gl.static_range(1, -1, -1):

@@ -328,10 +328,11 @@ def gates_of(p, n_t, g_last, N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def fetch_scalars(
-    beta, g, g_cum, q_rnorm, k_rnorm, i_t, n_t, i_h, n_total,
+    rows, i_t, n_t, i_h, n_total,
     H: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, L2NORM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Load a chunk's beta, reciprocal norms of k and q, and gates by step, by token, last, and raw."""
+    beta, g, g_cum, q_rnorm, k_rnorm = rows
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     i_m, n_m = i_t * N, n_t * N
     b_beta = rows_of(beta + i_m * H + i_h, n_m, H, LINE)

@@ -27,15 +27,12 @@ from fla_train.kernels.delta_product.hopper.common import (
 
 
 @gluon.jit
-def work_span(
-    work, cu_seqlens, chunk_offsets, chunk_sequence, T, NT,
-    H: gl.constexpr, N: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def work_span(work, where, H: gl.constexpr, N: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr):
     """Return head, first token, tokens, and first rows of k and q of the `work`-th chunk and head.
 
-    Rows are 32-bit numbers, which the copy engine takes.
+    Rows are 32-bit numbers, which the copy engine takes. `where`: the kernel's cu_seqlens to NT.
     """
-    i_t, n_t = chunk_span(work // H, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C, PACKED)
+    i_t, n_t = chunk_span(work // H, *where, C, PACKED)
     return work % H, i_t, n_t, (i_t * N).to(gl.int32), i_t.to(gl.int32)
 
 
