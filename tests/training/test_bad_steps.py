@@ -50,7 +50,11 @@ def test_a_spike_lies_so_many_deviations_above_the_mean():
 
     assert not judge(bad_steps(), mean + 3.99 * deviation)[1]
     assert judge(bad_steps(), mean + 4.01 * deviation)[1]
-    assert not judge(bad_steps(), mean - 10 * deviation)[1]  # downwards is welcome
+    later = bad_steps()
+    assert not judge(later, mean - 10 * deviation)[1]  # downwards is welcome
+    # The newest loss weighs 1 / WINDOW from then on: 0.99 var + 0.01 * 0.99 * (10 deviations)^2.
+    expected = [WINDOW + 1, mean - 10 * deviation / WINDOW, 1.98 * deviation**2]
+    assert later.state_dict()["losses"].tolist() == pytest.approx(expected)
 
 
 def test_nothing_is_a_spike_before_the_window_is_full_nor_where_it_is_turned_off():

@@ -11,7 +11,7 @@ from warm_ranks import WarmRanks
 
 from fla_train.training.config import TrainConfig, to_yaml
 from fla_train.training.engine import gradient_norm
-from fla_train.training.optimizer import build_optimizer
+from fla_train.training.optimizer import parameter_groups
 from tests.ranks import start_ranks
 
 
@@ -33,7 +33,13 @@ def runs(config: TrainConfig, warm_ranks: WarmRanks) -> dict[str, dict]:
 def reference(config: TrainConfig) -> dict:
     model = engine_steps.make_model(config)
     settings = config.optimizer
-    return engine_steps.reference(model, [build_optimizer(model, settings)], settings.max_grad_norm)
+    adamw = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay),
+        lr=engine_steps.LEARNING_RATE,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    return engine_steps.reference(model, [adamw], settings.max_grad_norm)
 
 
 @pytest.mark.parametrize("layout", ["1 rank(s) x 1", "1 rank(s) x 4", "2 rank(s) x 2"])

@@ -48,11 +48,11 @@ def test_on_one_rank_the_partition_takes_the_steps_of_whole_matrices(alone: None
     reference_rest = adamw(plain_vector)
     muon = PartitionedMuon(whole, adamw(vector), lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
     muon.param_groups[0]["params"] = [line]  # as ZeRO does
-    for skip in (False, True, False, False):
+    for skip, scale in ((False, 4.0), (True, 1.0), (False, 1.0), (False, 9.0)):
         gradients = [torch.randn(shape) for shape in SHAPES]
-        line.grad = 4.0 * partition_of(gradients, padding=3).detach()
-        vector.grad = 4.0 * torch.ones(7)
-        muon.grad_scale, muon.found_inf = torch.tensor(4.0), torch.tensor(float(skip))
+        line.grad = scale * partition_of(gradients, padding=3).detach()
+        vector.grad = scale * torch.ones(7)
+        muon.grad_scale, muon.found_inf = torch.tensor(scale), torch.tensor(float(skip))
         muon.step()
         if not skip:
             plain_vector.grad = torch.ones(7)

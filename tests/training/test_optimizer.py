@@ -53,6 +53,12 @@ def test_a_step_without_gradient_decays_exactly_the_decayed(model: DeltaProductF
             assert torch.equal(value, before[name]), name
 
 
+def test_frozen_weights_are_in_no_group(model: DeltaProductForCausalLM):
+    model.lm_head.requires_grad_(False)
+    groups = parameter_groups(model, 0.5)
+    assert all(p is not model.lm_head.weight for group in groups for p in group["params"])
+
+
 def test_a_tied_head_is_an_embedding():
     model = DeltaProductForCausalLM(small_config(tie_word_embeddings=True))
     decayed, undecayed = parameter_groups(model, 0.5)
