@@ -18,7 +18,9 @@ from torch import Tensor
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
+from fla_train.kernels.fused_ops.rms_norm import load_tile
 from fla_train.kernels.fused_ops.sigmoid import sigmoid
+from fla_train.kernels.fused_ops.swiglu import matrix_tile, swiglu_gradients
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
 
@@ -82,17 +84,9 @@ def cast_float8(
         rows, columns = xs[0].shape
         total = sum(x.shape[dim] for x in xs)
         shape = (rows, total) if dim == -1 else (total, columns)
-        out = Float8Matrix(
-            xs[0].new_empty(shape, dtype=dtype),
-            xs[0].new_empty(shape[::-1], dtype=dtype),
-            xs[0].new_empty((), dtype=torch.float32),
-        )
+        out = _empty_matrix(xs[0], shape, dtype)
     if resolve_backend(backend, xs[0]) == "torch":
-        x = torch.cat(list(xs), dim)
-        scale, inverse = scale_of(x.abs().amax(), dtype)
-        out.data.copy_(x.bfloat16() * scale)
-        out.transposed.copy_(out.data.t())
-        out.inverse.copy_(inverse)
+        _torch_cast(torch.cat(list(xs), dim), out)
     else:
         xs = [x.contiguous() for x in xs]
         largest = _empty_amax(xs[0], len(xs))
@@ -114,20 +108,16 @@ def cast_swiglu(gate_up: Tensor, *, backend: str = "auto") -> Float8Matrix:
         gate_up: [M, 2 F], gate and up side by side.
     """
     rows, columns = gate_up.shape
-    data = gate_up.new_empty((rows, columns // 2), dtype=E4M3)
-    inverse = gate_up.new_empty((), dtype=torch.float32)
+    y = _empty_matrix(gate_up, (rows, columns // 2), E4M3, transpose=False)
     if resolve_backend(backend, gate_up) == "torch":
         gate, up = gate_up.float().chunk(2, -1)
-        y = F.silu(gate) * up
-        scale, factor = scale_of(y.abs().amax(), E4M3)
-        data.copy_(y.bfloat16() * scale)
-        inverse.copy_(factor)
+        _torch_cast(F.silu(gate) * up, y)
     else:
         gate_up = gate_up.contiguous()
         largest = _empty_amax(gate_up)
         swiglu_amax(gate_up, None, largest)
-        swiglu_cast(gate_up, largest, data, inverse)
-    return Float8Matrix(data, None, inverse)
+        swiglu_cast(gate_up, largest, y.data, y.inverse)
+    return y
 
 
 def cast_swiglu_backward(
@@ -142,21 +132,13 @@ def cast_swiglu_backward(
         dtype: of the gradient.
     """
     rows, columns = gate_up.shape
-    d = Float8Matrix(
-        gate_up.new_empty((rows, columns), dtype=dtype),
-        gate_up.new_empty((columns, rows), dtype=dtype),
-        torch.empty_like(inverse),
-    )
+    d = _empty_matrix(gate_up, (rows, columns), dtype)
     y_transposed = gate_up.new_empty((columns // 2, rows), dtype=E4M3)
     if resolve_backend(backend, gate_up) == "torch":
         gate, up = gate_up.float().chunk(2, -1)
         sigmoid, silu = gate.sigmoid(), F.silu(gate)
         dy = dy.float()
-        dx = torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1)
-        scale, factor = scale_of(dx.abs().amax(), dtype)
-        d.data.copy_(dx.bfloat16() * scale)
-        d.transposed.copy_(d.data.t())
-        d.inverse.copy_(factor)
+        _torch_cast(torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], -1), d)
         y_transposed.copy_(((silu * up).bfloat16() / inverse).t())
     else:
         gate_up, dy = gate_up.contiguous(), dy.contiguous()
@@ -193,6 +175,23 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     up = (TOP[dtype] + 254 - exponent).clamp(1, 253)
     inverse = ((254 - up) << 23).view(torch.float32)
     return (up << 23).view(torch.float32), torch.where(exponent == 255, torch.nan, inverse)
+
+
+def _empty_matrix(
+    x: Tensor, shape: tuple[int, int], dtype: torch.dtype, transpose: bool = True
+) -> Float8Matrix:
+    """Allocate a matrix on the device of x."""
+    transposed = x.new_empty(shape[::-1], dtype=dtype) if transpose else None
+    return Float8Matrix(x.new_empty(shape, dtype=dtype), transposed, x.new_empty((), dtype=torch.float32))
+
+
+def _torch_cast(x: Tensor, out: Float8Matrix) -> None:
+    """Fill `out` with x and, if it has a place, the transpose."""
+    scale, inverse = scale_of(x.abs().amax(), out.data.dtype)
+    out.data.copy_(x.bfloat16() * scale)
+    out.inverse.copy_(inverse)
+    if out.transposed is not None:
+        out.transposed.copy_(out.data.t())
 
 
 def _empty_amax(x: Tensor, *count: int) -> Tensor:
@@ -310,15 +309,6 @@ def store_inverse(p, inverse):
 
 
 @triton.jit
-def fp8_tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Return rows [BM] and columns [BN] of tile `i_tile`, and which of them exist [BM, BN]."""
-    n_across = tl.cdiv(columns, BN)
-    o_m = (i_tile // n_across).to(tl.int64) * BM + tl.arange(0, BM)
-    o_n = (i_tile % n_across) * BN + tl.arange(0, BN)
-    return o_m, o_n, (o_m < rows)[:, None] & (o_n < columns)[None, :]
-
-
-@triton.jit
 def narrowed(b_x, scale, p):
     """Return b_x in bf16, scaled, in the float8 format of what `p` points at."""
     return (b_x.to(tl.float32) * scale).to(p.dtype.element_ty)
@@ -331,7 +321,7 @@ def store_transposed(p, b_x, scale, o_m, o_n, mask, stride):
     It is transposed before it is narrowed: of float8 tiles, made of fp32, Triton 3.6 and ptxas 12.8 stored
     other bytes.
     """
-    p += o_n.to(tl.int64)[:, None] * stride + o_m[None, :]
+    p += tl.trans(o_n).to(tl.int64) * stride + tl.trans(o_m)
     tl.store(p, narrowed(tl.trans(b_x), scale, p), mask=tl.trans(mask))
 
 
@@ -360,11 +350,11 @@ def cast_kernel(
     rows, columns, y_stride, t_stride,
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, columns, BM, BN)
-    b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask, other=0.0).to(tl.bfloat16)
+    o_m, o_n, mask = matrix_tile(tl.program_id(0), rows, columns, BM, BN)
+    b_x = tl.load(x + o_m * columns + o_n, mask=mask, other=0.0).to(tl.bfloat16)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
-    tl.store(y + o_m[:, None] * y_stride + o_n[None, :], narrowed(b_x, scale, y), mask=mask)
+    tl.store(y + o_m * y_stride + o_n, narrowed(b_x, scale, y), mask=mask)
     store_transposed(y_t, b_x, scale, o_m, o_n, mask, t_stride)
 
 
@@ -372,25 +362,16 @@ def cast_kernel(
 def transpose_cast_kernel(
     x, y, rows, columns, BM: tl.constexpr, BN: tl.constexpr  # [rows, columns], out [columns, rows]
 ):  # fmt: skip
-    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, columns, BM, BN)
-    b_x = tl.load(x + o_m[:, None] * columns + o_n[None, :], mask=mask)
-    tl.store(y + o_n.to(tl.int64)[:, None] * rows + o_m[None, :], tl.trans(b_x), mask=tl.trans(mask))
+    o_m, o_n, mask = matrix_tile(tl.program_id(0), rows, columns, BM, BN)
+    b_x = tl.load(x + o_m * columns + o_n, mask=mask)
+    tl.store(y + tl.trans(o_n).to(tl.int64) * rows + tl.trans(o_m), tl.trans(b_x), mask=tl.trans(mask))
 
 
 @triton.jit
 def load_gate_up(gate_up, o_m, o_n, mask, D: tl.constexpr):
     """Load both in fp32."""
-    p = gate_up + o_m[:, None] * (2 * D) + o_n[None, :]
-    b_gate = tl.load(p, mask=mask, other=0.0).to(tl.float32)
-    return b_gate, tl.load(p + D, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def swiglu_gradients(b_gate, b_up, b_dy):
-    """Return gradients of gate and up, and silu(gate) * up."""
-    b_sigmoid = sigmoid(b_gate)
-    b_silu = b_gate * b_sigmoid
-    return b_dy * b_up * (b_sigmoid + b_silu * (1.0 - b_sigmoid)), b_dy * b_silu, b_silu * b_up
+    o = o_m * (2 * D) + o_n
+    return load_tile(gate_up, o, mask), load_tile(gate_up, o + D, mask)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -401,10 +382,10 @@ def swiglu_amax_kernel(
 ):  # fmt: skip
     b_bits = tl.zeros((BM, BN), tl.int32)
     for i in range(0, steps):
-        o_m, o_n, mask = fp8_tile(from_the_end(i, steps), rows, D, BM, BN)
+        o_m, o_n, mask = matrix_tile(from_the_end(i, steps), rows, D, BM, BN)
         b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
         if BACKWARD:
-            b_dy = tl.load(dy + o_m[:, None] * D + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
+            b_dy = load_tile(dy, o_m * D + o_n, mask)
             b_dgate, b_dup, _ = swiglu_gradients(b_gate, b_up, b_dy)
             b_bits = tl.maximum(b_bits, tl.maximum(magnitude_bits(b_dgate), magnitude_bits(b_dup)))
         else:
@@ -419,12 +400,12 @@ def swiglu_cast_kernel(
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, D, BM, BN)
+    o_m, o_n, mask = matrix_tile(tl.program_id(0), rows, D, BM, BN)
     b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(inverse, inverse_scale)
     b_y = (b_gate * sigmoid(b_gate) * b_up).to(tl.bfloat16)
-    tl.store(y + o_m[:, None] * D + o_n[None, :], narrowed(b_y, scale, y), mask=mask)
+    tl.store(y + o_m * D + o_n, narrowed(b_y, scale, y), mask=mask)
 
 
 @triton.jit
@@ -435,15 +416,15 @@ def swiglu_backward_cast_kernel(
     COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    o_m, o_n, mask = fp8_tile(tl.program_id(0), rows, D, BM, BN)
+    o_m, o_n, mask = matrix_tile(tl.program_id(0), rows, D, BM, BN)
     b_gate, b_up = load_gate_up(gate_up, o_m, o_n, mask, D)
-    b_dy = tl.load(dy + o_m[:, None] * D + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_dy = load_tile(dy, o_m * D + o_n, mask)
     scale, inverse_scale = load_scale(largest, COUNT, PADDED, TOP)
     store_inverse(d_inverse, inverse_scale)
     y_scale = ((254 << 23) - tl.load(inverse).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     b_dgate, b_dup, b_y = swiglu_gradients(b_gate, b_up, b_dy)
     store_transposed(y_t, b_y.to(tl.bfloat16), y_scale, o_m, o_n, mask, rows)
-    p_d = d + o_m[:, None] * (2 * D) + o_n[None, :]
+    p_d = d + o_m * (2 * D) + o_n
     b_dgate, b_dup = b_dgate.to(tl.bfloat16), b_dup.to(tl.bfloat16)
     tl.store(p_d, narrowed(b_dgate, scale, d), mask=mask)
     store_transposed(d_t, b_dgate, scale, o_m, o_n, mask, rows)

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend
-from fla_train.kernels.fused_ops.rms_norm import norm_tile
+from fla_train.kernels.fused_ops.rms_norm import load_tile, load_weight, norm_tile, store_tile
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.fused_ops.sum_rows import sum_rows
 from fla_train.kernels.optional_triton import tl, triton
@@ -144,15 +144,13 @@ def gate_forward_kernel(
     S_b: tl.constexpr, S_a: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     o_r, o_s, m_b = norm_tile(tl.program_id(0), n_rows, S, BR, BS)
-    b_b = tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32)
+    b_b = load_tile(b + o_r * S_b, o_s, m_b)
     tl.store(beta + o_r * S + o_s, beta_max * tl.sigmoid(b_b), mask=m_b)
     if GATED:
         o_r, o_a, m_a = norm_tile(tl.program_id(0), n_rows, H, BR, BH)
-        o_h = tl.arange(0, BH)
-        b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
-        b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-        b_z = tl.load(a + o_r * S_a + o_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
-        tl.store(g + o_r * H + o_a, -b_rate[None, :] * softplus(b_z), mask=m_a)
+        b_rate, b_bias = tl.exp(load_weight(A_log, H, BH)), load_weight(dt_bias, H, BH)
+        b_z = load_tile(a + o_r * S_a, o_a, m_a) + b_bias
+        tl.store(g + o_r * H + o_a, -b_rate * softplus(b_z), mask=m_a)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -164,19 +162,18 @@ def gate_backward_kernel(
     S_b: tl.constexpr, S_a: tl.constexpr, S_db: tl.constexpr, S_da: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     o_r, o_s, m_b = norm_tile(tl.program_id(0), n_rows, S, BR, BS)
-    b_sigmoid = tl.sigmoid(tl.load(b + o_r * S_b + o_s, mask=m_b, other=0.0).to(tl.float32))
+    b_sigmoid = tl.sigmoid(load_tile(b + o_r * S_b, o_s, m_b))
     b_slope = beta_max * b_sigmoid * (1.0 - b_sigmoid)
     b_db = tl.load(dbeta + o_r * S + o_s, mask=m_b, other=0.0) * b_slope
-    tl.store(db + o_r * S_db + o_s, b_db.to(db.dtype.element_ty), mask=m_b)
+    store_tile(db + o_r * S_db, o_s, b_db, m_b)
     if GATED:
         o_r, o_a, m_a = norm_tile(tl.program_id(0), n_rows, H, BR, BH)
-        o_h = tl.arange(0, BH)
-        b_rate = tl.exp(tl.load(A_log + o_h, mask=o_h < H, other=0.0).to(tl.float32))
-        b_bias = tl.load(dt_bias + o_h, mask=o_h < H, other=0.0).to(tl.float32)
-        b_z = tl.load(a + o_r * S_a + o_a, mask=m_a, other=0.0).to(tl.float32) + b_bias[None, :]
-        b_slope = tl.load(dg + o_r * H + o_a, mask=m_a, other=0.0) * -b_rate[None, :]
+        b_rate, b_bias = tl.exp(load_weight(A_log, H, BH)), load_weight(dt_bias, H, BH)
+        b_z = load_tile(a + o_r * S_a, o_a, m_a) + b_bias
+        b_slope = tl.load(dg + o_r * H + o_a, mask=m_a, other=0.0) * -b_rate
         b_da = b_slope * tl.sigmoid(b_z)
-        tl.store(da + o_r * S_da + o_a, b_da.to(da.dtype.element_ty), mask=m_a)
+        store_tile(da + o_r * S_da, o_a, b_da, m_a)
+        o_h = tl.arange(0, BH)
         p_part = partial + tl.program_id(0) * 2 * H + o_h
         tl.store(p_part, tl.sum(b_slope * softplus(b_z), 0), mask=o_h < H)
         tl.store(p_part + H, tl.sum(b_da, 0), mask=o_h < H)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.fused_ops.backend import resolve_backend, without_autocast
+from fla_train.kernels.fused_ops.rms_norm import load_tile, store_tile
 from fla_train.kernels.fused_ops.side_by_side import as_rows, empty_gradient, row_stride
 from fla_train.kernels.fused_ops.sigmoid import sigmoid
 from fla_train.kernels.optional_triton import tl, triton
@@ -99,12 +100,20 @@ def _swiglu_launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, A
 
 
 @triton.jit
-def swiglu_tile(n_rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Return rows [BR, 1], columns [1, BD] and mask [BR, BD] of this program."""
-    ND: tl.constexpr = (D + BD - 1) // BD
-    o_r = (tl.program_id(0) // ND).to(tl.int64) * BR + tl.arange(0, BR)
-    o_d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
-    return o_r[:, None], o_d[None, :], (o_r < n_rows)[:, None] & (o_d < D)[None, :]
+def matrix_tile(i_tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """Return rows [BM, 1] and columns [1, BN] of tile `i_tile`, and which of them exist [BM, BN]."""
+    n_across = tl.cdiv(columns, BN)
+    o_m = (i_tile // n_across).to(tl.int64) * BM + tl.arange(0, BM)
+    o_n = (i_tile % n_across) * BN + tl.arange(0, BN)
+    return o_m[:, None], o_n[None, :], (o_m < rows)[:, None] & (o_n < columns)[None, :]
+
+
+@triton.jit
+def swiglu_gradients(b_gate, b_up, b_dy):
+    """Return gradients of gate and up, and silu(gate) * up."""
+    b_sigmoid = sigmoid(b_gate)
+    b_silu = b_gate * b_sigmoid
+    return b_dy * b_up * (b_sigmoid + b_silu * (1.0 - b_sigmoid)), b_dy * b_silu, b_silu * b_up
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -113,10 +122,9 @@ def swiglu_forward_kernel(
     n_rows,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, S_gate: tl.constexpr, S_up: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_d, mask = swiglu_tile(n_rows, D, BR, BD)
-    b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + o_r * D + o_d, (b_gate * sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=mask)
+    o_r, o_d, mask = matrix_tile(tl.program_id(0), n_rows, D, BR, BD)
+    b_gate, b_up = load_tile(gate + o_r * S_gate, o_d, mask), load_tile(up + o_r * S_up, o_d, mask)
+    store_tile(y + o_r * D, o_d, b_gate * sigmoid(b_gate) * b_up, mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -126,14 +134,10 @@ def swiglu_backward_kernel(
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     S_gate: tl.constexpr, S_up: tl.constexpr, S_dgate: tl.constexpr, S_dup: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_d, mask = swiglu_tile(n_rows, D, BR, BD)
-    p_product = product + o_r * D + o_d
-    b_gate = tl.load(gate + o_r * S_gate + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o_r * S_up + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_dy = tl.load(p_product, mask=mask, other=0.0).to(tl.float32)
-    b_sigmoid = sigmoid(b_gate)
-    b_silu = b_gate * b_sigmoid
-    b_slope = b_sigmoid + b_silu * (1.0 - b_sigmoid)
-    tl.store(dgate + o_r * S_dgate + o_d, (b_dy * b_up * b_slope).to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dup + o_r * S_dup + o_d, (b_dy * b_silu).to(dup.dtype.element_ty), mask=mask)
-    tl.store(p_product, (b_silu * b_up).to(product.dtype.element_ty), mask=mask)
+    o_r, o_d, mask = matrix_tile(tl.program_id(0), n_rows, D, BR, BD)
+    p_product = product + o_r * D
+    b_gate, b_up = load_tile(gate + o_r * S_gate, o_d, mask), load_tile(up + o_r * S_up, o_d, mask)
+    b_dgate, b_dup, b_y = swiglu_gradients(b_gate, b_up, load_tile(p_product, o_d, mask))
+    store_tile(dgate + o_r * S_dgate, o_d, b_dgate, mask)
+    store_tile(dup + o_r * S_dup, o_d, b_dup, mask)
+    store_tile(p_product, o_d, b_y, mask)
