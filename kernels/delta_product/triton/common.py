@@ -31,15 +31,23 @@ def chunk_span(i_c, cu_seqlens, chunk_offsets, chunk_sequence, T, NT, C: tl.cons
 
 
 @triton.jit
-def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
-    """Return first token, number of tokens and first chunk of sequence `i_s`."""
-    if PACKED:
+def sequence_tokens(i_s, cu_seqlens, T):
+    """Return first token and length of a sequence."""
+    if cu_seqlens is not None:
         i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
         length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
+    else:
+        i_start, length = i_s.to(tl.int64) * T, T
+    return i_start, length
+
+
+@triton.jit
+def sequence_span(i_s, cu_seqlens, chunk_offsets, T, NT, PACKED: tl.constexpr):
+    """Return first token, number of tokens and first chunk of sequence `i_s`."""
+    i_start, length = sequence_tokens(i_s, cu_seqlens, T)
+    if PACKED:
         i_chunk = tl.load(chunk_offsets + i_s).to(tl.int64)
     else:
-        i_start = i_s.to(tl.int64) * T
-        length = T
         i_chunk = i_s.to(tl.int64) * NT
     return i_start, length, i_chunk
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.custom_op import custom_op
 from fla_train.kernels.delta_product.recurrent import L2NORM_EPS
+from fla_train.kernels.delta_product.triton.common import sequence_tokens
 from fla_train.kernels.optional_triton import tl, triton
 from fla_train.kernels.sizes import ceil_div, next_power_of_2
 
@@ -76,17 +77,6 @@ def fused_recurrent_step(
             K=key_dim, V=value_dim, N=k.shape[1], BK=key_tile, BV=value_tile,
             L2NORM=qk_l2norm, num_warps=warps,
         )  # fmt: skip
-
-
-@triton.jit
-def sequence_tokens(i_s, cu_seqlens, T):
-    """Return first token and length of a sequence."""
-    if cu_seqlens is not None:
-        i_start = tl.load(cu_seqlens + i_s).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_s + 1).to(tl.int64) - i_start).to(tl.int32)
-    else:
-        i_start, length = i_s.to(tl.int64) * T, T
-    return i_start, length
 
 
 @triton.jit
