@@ -110,6 +110,7 @@ def run_command(
         monkeypatch.setattr(sys, "argv", [name, *words])
         if name == "fla-train":  # Workers that import ahead would cost seconds each.
             monkeypatch.setattr(module, "import_ahead", lambda _: None)
+        capfd.readouterr()  # what the test wrote before
         try:
             module.main()
         except SystemExit as end:

@@ -1,5 +1,7 @@
 """Weight decay: which parameters get it, and that a step applies it to no others; flat weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,16 @@ def test_a_step_without_gradient_decays_exactly_the_decayed(model: DeltaProductF
     for name, value in after.items():
         if name.endswith(("A_log", "dt_bias", "norm.weight", "embeddings.weight")):
             assert torch.equal(value, before[name]), name
+
+
+def test_a_custom_optimizer_divides_the_gradient_by_its_scale_or_skips_the_step():
+    layer = torch.nn.Linear(3, 2, bias=False)
+    optimizer = build_optimizer(layer, replace(SETTINGS, name="torch.optim:SGD"))
+    layer.weight.grad, expected = torch.full((2, 3), 8.0), layer.weight.detach() * (1 - 1e-2 * 0.5) - 1e-2 * 2
+    for skip in (0.0, 1.0):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(skip)
+        optimizer.step()
+        torch.testing.assert_close(layer.weight.detach(), expected)
 
 
 def test_frozen_weights_are_in_no_group(model: DeltaProductForCausalLM):
