@@ -398,6 +398,9 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         cache_for(model_kwargs.get(CACHE_NAME), self.config, False, device)
 
+    def _get_static_cache_init_shape(self) -> None:
+        """Let the first pass size a static cache: `config.head_dim` is that of the recurrence."""
+
     def _prefill(
         self,
         input_ids: Tensor,
