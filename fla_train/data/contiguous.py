@@ -43,10 +43,6 @@ class ContiguousDataset:
                 remedy = f"{'lower' if count else 'raise'} trainer.global_batch_tokens"
                 raise ValueError(f"data.contiguous: {counts}: {remedy}")
 
-    def __len__(self) -> int:
-        """Return the number of sequences until one dataset was read once, except a rest below its rows."""
-        return int(self._row_lengths.min()) * self._rows
-
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return each sequence's dataset, its position there, and whether it continues the row's last one.
 

@@ -32,11 +32,6 @@ class MixtureDataset:
         for dataset, share in enumerate(shares):
             self._earlier[self._order == dataset] = np.arange(share)
 
-    def __len__(self) -> int:
-        """Return the number of sequences until one dataset has been read once."""
-        pairs = zip(self.datasets, self._shares, strict=True)
-        return min(len(dataset) * len(self._order) // int(share) for dataset, share in pairs)
-
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Return the sequences `indices` (int64, >= 0) as [n, seq_len] int64."""
         located = zip(*self.locate(indices), strict=True)

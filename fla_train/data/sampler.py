@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fla_train.data.dataset import TokenDataset
 from fla_train.data.mixture import Dataset
 
 READ_AHEAD = 4  # micro-batches
@@ -163,8 +164,9 @@ class PrefetchLoader:
 
 
 def sequential_batches(
-    dataset: Dataset | PackedDataset, batch: int, *, limit: int | None = None, rank: int = 0, world: int = 1
-) -> Iterator[torch.Tensor | Batch]:
+    dataset: TokenDataset | PackedDataset, batch: int, *,
+    limit: int | None = None, rank: int = 0, world: int = 1,
+) -> Iterator[torch.Tensor | Batch]:  # fmt: skip
     """Yield this rank's batches of the first `limit` sequences (None: one epoch), in order.
 
     Yields what `dataset.sequences` returns for at most `batch` of them. Every sequence goes to exactly one

@@ -55,9 +55,6 @@ class StreamDataset(TokenDataset):
         if is_first_on_machine():
             threading.Thread(target=self._write, name="tokenize", daemon=True).start()
 
-    def __len__(self) -> int:
-        raise TypeError("a stream has no length")
-
     def positions(self, indices: np.ndarray) -> np.ndarray:
         """Return the sequence of the text that each index stands for: [n] int64. Wait for its tokens."""
         indices = np.asarray(indices, dtype=np.int64)

@@ -287,9 +287,6 @@ class Agent(server.SimpleElasticAgent):
             self._began = time.time()
             log(f"restart      {limit - self._remaining_restarts + 1} of {limit}, {failure}")
 
-    def _stop_workers(self, worker_group: server.WorkerGroup) -> None:
-        self._shutdown()
-
     def _shutdown(self, *_: object, **__: object) -> None:
         """Kill the workers. This is safe because their files are complete or absent after a kill.
 
@@ -302,3 +299,5 @@ class Agent(server.SimpleElasticAgent):
             with suppress(TimeoutExpired):
                 worker.wait(LONGEST_DEATH)
         self._workers = []
+
+    _stop_workers = _shutdown  # of the base class: before a restart, and at the end

@@ -113,10 +113,8 @@ def _memory_advice(text: str, config: "TrainConfig | None") -> str:
     if config is None:
         return line
     if not on_gpu and config.launch.device == "cuda":
-        advice = (
-            "give the job more of it; checkpoints are staged there, 12 bytes per parameter over all ranks"
-        )
-        return f"{line}: {advice}"
+        staged = "checkpoints are staged there, 12 bytes per parameter over all ranks"
+        return f"{line}: give the job more of it; {staged}"
     return (
         f"{line}: lower trainer.micro_batch_size (now {config.trainer.micro_batch_size}), set "
         f"trainer.activation_checkpointing=true (now {str(config.trainer.activation_checkpointing).lower()}) "

@@ -26,7 +26,6 @@ def test_a_row_reads_on_where_it_has_ended(prepared):
     size = len(text) // SEQ_LEN
     cut = torch.tensor(text[: size * SEQ_LEN]).view(size, SEQ_LEN)
     data, length = opened(prepared), size // ROWS
-    assert len(data) == length * ROWS
     batches = steps(data, 3 * length)
     places = data.locate(np.arange(3 * length * ROWS))[1].reshape(-1, ROWS)
     for batch, at in zip(batches, places, strict=True):

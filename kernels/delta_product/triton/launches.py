@@ -16,13 +16,11 @@ HOPPER = {
 }
 HOPPER_BWD_QKG = {
     (64, 64, 1): {"gluon": 1, "BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 3},
-    (64, 64, 2): {"gluon": 1, "BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 3},
     (64, 128, 1): {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 3},
     (64, 128, 2): {"BV": 128, "BKO": 64, "num_warps": 4, "num_stages": 1},
     (64, 192, 1): {"BV": 64, "BKO": 64, "num_warps": 8, "num_stages": 1},
     (64, 192, 2): {"BV": 128, "BKO": 64, "num_warps": 4, "num_stages": 1},
     (128, 64, 1): {"BV": 64, "BKO": 128, "num_warps": 8, "num_stages": 3},
-    (128, 64, 2): {"BV": 64, "BKO": 128, "num_warps": 8, "num_stages": 3},
     (128, 128, 1): {"gluon": 1, "BV": 64, "BKO": 128, "num_warps": 8, "num_stages": 3},
     (128, 128, 2): {"gluon": 1, "BV": 128, "BKO": 128, "num_warps": 4, "num_stages": 1},
     (128, 192, 1): {"BV": 64, "BKO": 128, "num_warps": 8, "num_stages": 1},
