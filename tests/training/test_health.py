@@ -158,7 +158,10 @@ def test_a_run_tells_all_that_it_is_asked_for(make_config, warm_ranks, tmp_path)
     gates = {f"{key}/{layer}" for key in ("beta", "beta_above_1", "decay") for layer in range(2)}
     at = {record["step"]: record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record}
     assert at.keys() == {2, 4}
-    for record in at.values():
+    flops = json.loads((tmp_path / "plan.json").read_text())["flops_per_token"]
+    for step, record in at.items():
+        assert record["tokens"] == 256 * step
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 2e9, abs=1e-4)
         assert record.keys() == always | gates | {"param_norm", "update_norm"}
         assert 0 < record["update_norm"] < record["param_norm"]
         assert all(0 < record[key] < 2 for key in gates if not key.startswith("beta_above"))

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ import fla_train.models.modeling
 from fla_train.cli import train as command
 from fla_train.data.prepare import prepare
 from fla_train.run.launch import launch
+from fla_train.training.callback import Callback
 from fla_train.training.config import TrainConfig
 from fla_train.training.failures import describe_failure
 from fla_train.utils.records import read_metrics
@@ -210,6 +212,16 @@ def train_until_it_fails(plan: Path) -> tuple[str, bool]:
     return describe_failure(failure.value)
 
 
+class FirstIsNaN(Callback):
+    """Makes the gradient of the first step NaN."""
+
+    def before_step(self, step, micro_batches):
+        self.factor = math.nan if step == 1 else 1.0
+
+    def after_loss(self, total, outputs, batch, divisor):
+        return total * self.factor
+
+
 def test_a_diverging_run_stops_with_one_line_which_is_final(make_config, warm_ranks, tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(
@@ -218,13 +230,13 @@ def test_a_diverging_run_stops_with_one_line_which_is_final(make_config, warm_ra
             warm_ranks.run(1, train_until_it_fails, Path(arguments[-1]))
         ),
     )
-    more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3"]
+    more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3", f"trainer.callbacks=[{__name__}:FirstIsNaN]"]
     launch(make_config(f"run.dir={tmp_path / 'run'}", *more))
     ((line, final),) = found
     assert final and " 3 steps " in line and "optimizer.lr" in line
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
-    assert [r["skipped_steps"] for r in records] == [0, 1, 2, 3]
-    assert [r["grad_norm"] is None for r in records] == [False, True, True, True]
+    assert [r["skipped_steps"] for r in records] == [1, 1, 2, 3, 4]
+    assert [r["grad_norm"] is None for r in records] == [True, False, True, True, True]
 
 
 @pytest.mark.gpu
