@@ -1,5 +1,7 @@
 """Context parallelism: ranks that share sequences compute what one process with whole sequences does."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from warm_ranks import WarmRanks
 from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
+from fla_train.training.features.evaluation import evaluate
 from fla_train.training.process_group import RankMesh, join
 from fla_train.training.run_data import split_batch
 
@@ -65,6 +68,14 @@ def losses_by_token(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.pad(losses.masked_fill(batch.targets() == -100, 0), (0, 1))
 
 
+def evaluated(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the validation losses of a batch by context length, over all ranks."""
+    engine = SimpleNamespace(module=model, device=batch.input_ids.device, eval=model.eval, train=model.train)
+    engine.torch_autocast_enabled, engine.torch_autocast_dtype = lambda: False, lambda: torch.bfloat16
+    losses = evaluate(engine, [batch], seq_len=LENGTH, buckets=3)
+    return {f"validation {name}": torch.tensor(value) for name, value in losses.items()}
+
+
 def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[int]]:
     """Return, on each rank, relative errors against whole rows, and the numbers of parts of activations."""
     join(on_gpu=False)
@@ -77,6 +88,7 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
         targets = int((batch.targets() != -100).sum())
         expected = loss_and_gradients(model, batch, targets)
         expected["losses by token"] = losses_by_token(model, batch).chunk(world, dim=1)[rank]
+        expected |= evaluated(model, batch)
 
         def cut(module: nn.Module, inputs: tuple, output: object, length: int = batch.input_ids.shape[1]):
             while isinstance(output, tuple):
@@ -93,6 +105,7 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
         for tensor in found.values():
             dist.all_reduce(tensor)
         found["losses by token"] = losses_by_token(model, part)
+        found |= evaluated(model, part)
         for name, tensor in expected.items():
             error = (found[name] - tensor).abs().max() / tensor.abs().max()
             errors[f"{name}, {layout}"] = error.item()

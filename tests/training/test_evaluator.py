@@ -1,5 +1,6 @@
 """Validation losses by context length, against each token's loss computed alone."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fla_train.data.dataset import TokenDataset
+from fla_train.data.prepare import prepare
 from fla_train.data.sampler import Batch, pack
+from fla_train.data.tokenizers import token_bytes
 from fla_train.models.modeling import DeltaProductForCausalLM
-from fla_train.training.features.evaluation import bucket_names, evaluate, validation_record
+from fla_train.training.features.evaluation import TextEvaluation, bucket_names, evaluate, validation_record
 from tests.models.small_models import small_config
 
 LENGTH = 20
@@ -20,7 +24,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The engine that `evaluate` needs, on one rank."""
     torch.manual_seed(0)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    model = DeltaProductForCausalLM(small_config(backend="chunk"))
+    model = DeltaProductForCausalLM(small_config(backend="chunk", vocab_size=320))
+    # Dropout, which must be off.
+    model.model.embeddings.register_forward_hook(
+        lambda module, _, x: torch.nn.functional.dropout(x, 0.5, module.training)
+    )
     return SimpleNamespace(
         module=model,
         device=torch.device("cpu"),
@@ -34,11 +42,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def one_by_one(model: torch.nn.Module, pieces: list[torch.Tensor]) -> dict[int, list[float]]:
     """{context: losses of the tokens it precedes} of rows or documents that begin with an empty state."""
     found: dict[int, list[float]] = {}
+    model.eval()
     for piece in pieces:
         logits = model(piece[None]).logits[0].double()
         for context in range(1, len(piece)):
             loss = -torch.log_softmax(logits[context - 1], -1)[piece[context]].item()
             found.setdefault(context, []).append(loss)
+    model.train()
     return found
 
 
@@ -63,6 +73,31 @@ def test_losses_by_context(engine: SimpleNamespace, packed: bool, buckets: int):
         mine = [loss for context in range(first, last + 1) for loss in alone[context]]
         assert result[f"loss_at/{name}"] == pytest.approx(np.mean(mine), rel=1e-5)
     assert engine.module.training
+
+
+def test_a_mixture_is_evaluated_in_equal_parts_and_weighted(engine, make_config, corpus, tmp_path):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 3}) + "\n" for i in range(400)))
+    parts = f"{{a: {{weight: 3, path: {corpus}}}, b: {{weight: 1, path: {tmp_path}}}}}"
+    mixed = ["data=mixture", "data.path=null", f"+data.mixture={parts}", "data.document_boundaries=true"]
+    config = make_config(*mixed, "trainer.eval_tokens=300")
+    data, evaluation = prepare(config.data, log=lambda line: None), TextEvaluation()
+    mesh = SimpleNamespace(data_rank=0, data_world=1, context=None)
+    watchdog = SimpleNamespace(beat=lambda *_: None)
+    evaluation.attach(SimpleNamespace(config=config, data=data, engine=engine, mesh=mesh, watchdog=watchdog))
+    record, sums = evaluation.evaluate(1), {}
+    for name, part in data.corpora().items():
+        dataset, first_four = TokenDataset(part.folder, "validation", 32), np.arange(4)
+        pieces = [
+            piece
+            for ids, starts in zip(dataset.sequences(first_four), dataset.boundaries(first_four), strict=True)
+            for piece in ids.tensor_split(starts.tolist())
+        ]
+        losses = [loss for losses in one_by_one(engine.module, pieces).values() for loss in losses]
+        sizes = token_bytes(data.tokenizer())[torch.cat([piece[1:] for piece in pieces])].sum()
+        sums[name] = np.array([np.mean(losses), np.sum(losses) / np.log(2) / sizes])
+        assert record[f"validation_loss/{name}"] == pytest.approx(sums[name][0], rel=1e-5)
+    found = [record["validation_loss"], record["validation_bits_per_byte"]]
+    assert found == pytest.approx(0.75 * sums["a"] + 0.25 * sums["b"], rel=1e-5)
 
 
 def test_bits_per_byte_of_the_targets(engine: SimpleNamespace):

@@ -1,6 +1,7 @@
 """Exact resume of every feature: a run cut at its middle ends like an undisturbed one, bit for bit."""
 
 import functools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -37,10 +38,14 @@ TASK = [
 
 
 class NarrowMomentum(torch.optim.SGD):
-    """Keeps its momentum in bf16, where torch's `load_state_dict` casts it to the dtype of the weights."""
+    """Keeps its momentum in bf16, where torch's `load_state_dict` casts it to the dtype of the weights.
+
+    The random states of ranks differ from its first step on.
+    """
 
     def step(self, closure: None = None) -> None:
         super().step()
+        torch.rand(int(os.environ.get("RANK", 0)))
         for state in self.state.values():
             state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
 
