@@ -18,6 +18,7 @@ NAMESPACE = re.sub(r"\W", "_", __name__.split(".kernels.")[0], flags=re.ASCII)
 def custom_op(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a function that fills tensors of its caller and returns nothing.
 
+    It runs with the device of its first argument, a tensor, as the current one.
     torch.compile sees a call as one node without a graph break, the operator `fla_train::<function name>`.
     Its fake version does nothing, because the caller has made the outputs in their shapes.
 
@@ -27,17 +28,17 @@ def custom_op(mutates: Sequence[str]) -> Callable[[Callable[..., None]], Callabl
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        operator = torch.library.custom_op(
-            f"{NAMESPACE}::{function.__name__}", function, mutates_args=mutates
-        )
+        @functools.wraps(function)
+        def launch(*arguments: object) -> None:
+            with torch.cuda.device_of(arguments[0]):
+                function(*arguments)
+
+        operator = torch.library.custom_op(f"{NAMESPACE}::{function.__name__}", launch, mutates_args=mutates)
         operator.register_fake(lambda *arguments: None)
 
         @functools.wraps(function)
         def call(*arguments: object) -> None:
-            if torch.compiler.is_compiling():
-                operator(*arguments)
-            else:
-                function(*arguments)
+            (operator if torch.compiler.is_compiling() else launch)(*arguments)
 
         return call
 

@@ -61,11 +61,10 @@ def consume_logits(
 def consume_logits_forward(logits: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
     """Fill the losses and overwrite the logits by their gradient, if asked."""
     block = min(LOGITS_BLOCK, next_power_of_2(logits.shape[1]))
-    with torch.cuda.device_of(logits):
-        consume_kernel[(logits.shape[0],)](
-            logits, targets, losses, V=logits.shape[1], BV=block, IGNORE=IGNORE, GRADIENT=with_gradient,
-            num_warps=max(1, block // LOGITS_PER_WARP),
-        )  # fmt: skip
+    consume_kernel[(logits.shape[0],)](
+        logits, targets, losses, V=logits.shape[1], BV=block, IGNORE=IGNORE, GRADIENT=with_gradient,
+        num_warps=max(1, block // LOGITS_PER_WARP),
+    )  # fmt: skip
 
 
 @triton.jit

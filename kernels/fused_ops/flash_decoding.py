@@ -43,14 +43,13 @@ def attention_step_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, o: 
     parts = min(ceil_div(keys, block), wanted)
     o_parts = q.new_empty(parts, *q.shape, dtype=torch.float32)
     lse = q.new_empty(parts, batch, heads, 1, 1, dtype=torch.float32)
-    with torch.cuda.device_of(q):
-        run_kernel(
-            attention_step_kernel, (batch * kv_heads, parts),
-            q=q, k=k, v=v, visible=visible, o=o_parts, lse=lse, scale=size**-0.5,
-            S=keys, PARTS=parts, B=batch, H=kv_heads, G=heads // kv_heads, D=size, ROWS=len(visible) > 1,
-            BG=max(16, next_power_of_2(heads // kv_heads)), BS=block, BD=key_tile,
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
+    run_kernel(
+        attention_step_kernel, (batch * kv_heads, parts),
+        q=q, k=k, v=v, visible=visible, o=o_parts, lse=lse, scale=size**-0.5,
+        S=keys, PARTS=parts, B=batch, H=kv_heads, G=heads // kv_heads, D=size, ROWS=len(visible) > 1,
+        BG=max(16, next_power_of_2(heads // kv_heads)), BS=block, BD=key_tile,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
     o.copy_((o_parts * lse.softmax(0)).sum(0))
 
 

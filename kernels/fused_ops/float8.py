@@ -204,34 +204,31 @@ def _empty_amax(x: Tensor, *count: int) -> Tensor:
 def float8_amax(x: Tensor, largest: Tensor) -> None:
     """Fill `largest` [programs] with magnitudes of x, as bits of fp32."""
     n = x.numel()
-    with torch.cuda.device_of(x):
-        run_kernel(
-            amax_kernel, (len(largest),), x=x, largest=largest, n=n,
-            steps=ceil_div(n, AMAX_BLOCK * len(largest)), BLOCK=AMAX_BLOCK, num_warps=CAST_WARPS,
-        )  # fmt: skip
+    run_kernel(
+        amax_kernel, (len(largest),), x=x, largest=largest, n=n,
+        steps=ceil_div(n, AMAX_BLOCK * len(largest)), BLOCK=AMAX_BLOCK, num_warps=CAST_WARPS,
+    )  # fmt: skip
 
 
 @custom_op(mutates=("y", "transposed", "inverse"))
 def float8_cast(x: Tensor, largest: Tensor, y: Tensor, transposed: Tensor, inverse: Tensor) -> None:
     """Fill y [M, N], its transpose, and the inverse scale that `largest` asks for."""
     rows, columns = x.shape
-    with torch.cuda.device_of(x):
-        run_kernel(
-            cast_kernel, _grid(rows, columns, FP8_TILE), x=x, largest=largest, y=y, y_t=transposed,
-            inverse=inverse, rows=rows, columns=columns, y_stride=y.stride(0), t_stride=transposed.stride(0),
-            **_of_scale(largest, y), BM=FP8_TILE[0], BN=FP8_TILE[1], num_warps=CAST_WARPS,
-        )  # fmt: skip
+    run_kernel(
+        cast_kernel, _grid(rows, columns, FP8_TILE), x=x, largest=largest, y=y, y_t=transposed,
+        inverse=inverse, rows=rows, columns=columns, y_stride=y.stride(0), t_stride=transposed.stride(0),
+        **_of_scale(largest, y), BM=FP8_TILE[0], BN=FP8_TILE[1], num_warps=CAST_WARPS,
+    )  # fmt: skip
 
 
 @custom_op(mutates=("y",))
 def float8_transpose(x: Tensor, y: Tensor) -> None:
     """Fill y [N, M]."""
     rows, columns = x.shape
-    with torch.cuda.device_of(x):
-        run_kernel(
-            transpose_cast_kernel, _grid(rows, columns, FP8_TILE), x=x.view(torch.int8), y=y.view(torch.int8),
-            rows=rows, columns=columns, BM=FP8_TILE[0], BN=FP8_TILE[1], num_warps=CAST_WARPS,
-        )  # fmt: skip
+    run_kernel(
+        transpose_cast_kernel, _grid(rows, columns, FP8_TILE), x=x.view(torch.int8), y=y.view(torch.int8),
+        rows=rows, columns=columns, BM=FP8_TILE[0], BN=FP8_TILE[1], num_warps=CAST_WARPS,
+    )  # fmt: skip
 
 
 @custom_op(mutates=("largest",))
@@ -239,24 +236,22 @@ def swiglu_amax(gate_up: Tensor, dy: Tensor | None, largest: Tensor) -> None:
     """Fill `largest` [programs] with magnitudes of silu(gate) * up, or of its gradients if there is a dy."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     tiles = _grid(rows, columns, ROWS_TILE)[0]
-    with torch.cuda.device_of(gate_up):
-        run_kernel(
-            swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=dy, largest=largest, rows=rows,
-            steps=ceil_div(tiles, len(largest)), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
-            BACKWARD=dy is not None, num_warps=CAST_WARPS,
-        )  # fmt: skip
+    run_kernel(
+        swiglu_amax_kernel, (len(largest),), gate_up=gate_up, dy=dy, largest=largest, rows=rows,
+        steps=ceil_div(tiles, len(largest)), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
+        BACKWARD=dy is not None, num_warps=CAST_WARPS,
+    )  # fmt: skip
 
 
 @custom_op(mutates=("y", "inverse"))
 def swiglu_cast(gate_up: Tensor, largest: Tensor, y: Tensor, inverse: Tensor) -> None:
     """Fill y and the inverse scale."""
     rows, columns = y.shape
-    with torch.cuda.device_of(gate_up):
-        run_kernel(
-            swiglu_cast_kernel, _grid(rows, columns, ROWS_TILE), gate_up=gate_up, largest=largest, y=y,
-            inverse=inverse, rows=rows, **_of_scale(largest, y), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
-            num_warps=CAST_WARPS,
-        )  # fmt: skip
+    run_kernel(
+        swiglu_cast_kernel, _grid(rows, columns, ROWS_TILE), gate_up=gate_up, largest=largest, y=y,
+        inverse=inverse, rows=rows, **_of_scale(largest, y), D=columns, BM=ROWS_TILE[0], BN=ROWS_TILE[1],
+        num_warps=CAST_WARPS,
+    )  # fmt: skip
 
 
 @custom_op(mutates=("d", "d_transposed", "d_inverse", "y_transposed"))
@@ -266,13 +261,12 @@ def swiglu_backward_cast(
 ) -> None:  # fmt: skip
     """Fill the gradient of gate_up, its transpose and inverse scale, and the transpose of silu(gate) * up."""
     rows, columns = dy.shape
-    with torch.cuda.device_of(gate_up):
-        run_kernel(
-            swiglu_backward_cast_kernel, _grid(rows, columns, SWIGLU_TILE), gate_up=gate_up, dy=dy,
-            inverse=inverse, largest=largest, d=d, d_t=d_transposed, d_inverse=d_inverse, y_t=y_transposed,
-            rows=rows, **_of_scale(largest, d), D=columns, BM=SWIGLU_TILE[0], BN=SWIGLU_TILE[1],
-            num_warps=CAST_WARPS,
-        )  # fmt: skip
+    run_kernel(
+        swiglu_backward_cast_kernel, _grid(rows, columns, SWIGLU_TILE), gate_up=gate_up, dy=dy,
+        inverse=inverse, largest=largest, d=d, d_t=d_transposed, d_inverse=d_inverse, y_t=y_transposed,
+        rows=rows, **_of_scale(largest, d), D=columns, BM=SWIGLU_TILE[0], BN=SWIGLU_TILE[1],
+        num_warps=CAST_WARPS,
+    )  # fmt: skip
 
 
 def _grid(rows: int, columns: int, tile: tuple[int, int]) -> tuple[int]:

@@ -89,10 +89,9 @@ def recurrence_gates_forward(
 ) -> None:  # fmt: skip
     """Fill beta and, with a forget gate, g."""
     programs, sizes = _sizes(b, a)
-    with torch.cuda.device_of(b):
-        gate_forward_kernel[(programs,)](
-            b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **_strides(b=b, a=a), **sizes
-        )  # fmt: skip
+    gate_forward_kernel[(programs,)](
+        b, a, A_log, dt_bias, beta, g, beta_max=beta_max, **_strides(b=b, a=a), **sizes
+    )  # fmt: skip
 
 
 @custom_op(mutates=("db", "da", "dparameters"))
@@ -103,11 +102,10 @@ def recurrence_gates_backward(
     """Fill the gradients; `dparameters` are those of A_log and dt_bias, fp32 [2, H]."""
     programs, sizes = _sizes(b, a)
     partial = None if a is None else dparameters.new_empty(programs, 2, a.shape[-1])
-    with torch.cuda.device_of(b):
-        gate_backward_kernel[(programs,)](
-            b, a, A_log, dt_bias, dbeta, dg, db, da, partial, beta_max=beta_max,
-            **_strides(b=b, a=a, db=db, da=da), **sizes,
-        )  # fmt: skip
+    gate_backward_kernel[(programs,)](
+        b, a, A_log, dt_bias, dbeta, dg, db, da, partial, beta_max=beta_max,
+        **_strides(b=b, a=a, db=db, da=da), **sizes,
+    )  # fmt: skip
     if a is not None:
         sum_rows(partial, dparameters)
 

@@ -177,11 +177,10 @@ def rms_norm_forward(
 ) -> None:  # fmt: skip
     """Fill y and, with a residual, the sum that is normalised."""
     tiles, sizes = _norm_tiles(x)
-    with torch.cuda.device_of(x):
-        norm_forward_kernel[(tiles,)](
-            x, residual, weight, gate, y, total, eps=eps, ADD=residual is not None, S_x=row_stride(x),
-            **_gate_sizes(x, gate=gate), **sizes,
-        )  # fmt: skip
+    norm_forward_kernel[(tiles,)](
+        x, residual, weight, gate, y, total, eps=eps, ADD=residual is not None, S_x=row_stride(x),
+        **_gate_sizes(x, gate=gate), **sizes,
+    )  # fmt: skip
 
 
 @custom_op(mutates=("dx", "dweight", "dgate", "dresidual"))
@@ -194,13 +193,12 @@ def rms_norm_backward(
     tiles_each = max(1, ceil_div(tiles, NORM_PROGRAMS_PER_PROCESSOR * processors(x.device)))  # 1 for no rows
     programs = ceil_div(tiles, tiles_each)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        norm_backward_kernel[(programs,)](
-            x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial,
-            tiles_each=tiles_each, eps=eps, ADD=dtotal is not None, SPLIT=dresidual is not None,
-            STAGES=NORM_STAGES if sizes["BR"] * sizes["BD"] <= NORM_TILE else 1,  # wide rows fill memory
-            S_x=row_stride(x), S_dx=row_stride(dx), **_gate_sizes(x, gate=gate, dgate=dgate), **sizes,
-        )  # fmt: skip
+    norm_backward_kernel[(programs,)](
+        x, weight, gate, dy, dtotal, dx, dresidual, dgate, partial,
+        tiles_each=tiles_each, eps=eps, ADD=dtotal is not None, SPLIT=dresidual is not None,
+        STAGES=NORM_STAGES if sizes["BR"] * sizes["BD"] <= NORM_TILE else 1,  # wide rows fill memory
+        S_x=row_stride(x), S_dx=row_stride(dx), **_gate_sizes(x, gate=gate, dgate=dgate), **sizes,
+    )  # fmt: skip
     sum_rows(partial, dweight)
 
 

@@ -73,13 +73,12 @@ def rotary_rotate(
     batch, length, heads, size = q.shape
     block_heads, block_pairs = next_power_of_2(heads), next_power_of_2(size // 2)
     tokens = max(1, ROTARY_TILE // (block_heads * block_pairs))
-    with torch.cuda.device_of(q):
-        rotate_kernel[(ceil_div(batch * length, tokens),)](
-            q, k, cos, sin, rotated_q, rotated_k, batch * length, length,
-            **dict(H=heads, HK=k.shape[2], P=size // 2, INVERSE=inverse),
-            **dict(S_q=row_stride(q.flatten(-2)), S_k=row_stride(k.flatten(-2))),
-            **dict(BT=tokens, BH=block_heads, BHK=next_power_of_2(k.shape[2]), BP=block_pairs),
-        )  # fmt: skip
+    rotate_kernel[(ceil_div(batch * length, tokens),)](
+        q, k, cos, sin, rotated_q, rotated_k, batch * length, length,
+        **dict(H=heads, HK=k.shape[2], P=size // 2, INVERSE=inverse),
+        **dict(S_q=row_stride(q.flatten(-2)), S_k=row_stride(k.flatten(-2))),
+        **dict(BT=tokens, BH=block_heads, BHK=next_power_of_2(k.shape[2]), BP=block_pairs),
+    )  # fmt: skip
 
 
 @triton.jit

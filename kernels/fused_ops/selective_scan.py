@@ -124,10 +124,9 @@ def scan_forward(
 ) -> None:
     """Fill y, and `states` [B, spans, D, N] with those before each span, unless it has no span."""
     grid, sizes = _launch(u, rate)
-    with torch.cuda.device_of(u):
-        scan_forward_kernel[grid](
-            u, dt, rate, b, c, y, states, u.shape[1], SAVE=states.numel() > 0, SIGNED=signed, **sizes
-        )
+    scan_forward_kernel[grid](
+        u, dt, rate, b, c, y, states, u.shape[1], SAVE=states.numel() > 0, SIGNED=signed, **sizes
+    )
 
 
 @custom_op(mutates=("history", "du", "ddt", "drate", "db", "dc"))
@@ -137,11 +136,10 @@ def scan_backward(
 ) -> None:  # fmt: skip
     """Fill the gradients: of `rate` by rows of the batch, of b and c by tiles of channels."""
     grid, sizes = _launch(u, rate)
-    with torch.cuda.device_of(u):
-        scan_backward_kernel[grid](
-            u, dt, rate, b, c, dy, states, history, du, ddt, drate, db, dc,
-            u.shape[1], len(u), SIGNED=signed, **sizes,
-        )  # fmt: skip
+    scan_backward_kernel[grid](
+        u, dt, rate, b, c, dy, states, history, du, ddt, drate, db, dc,
+        u.shape[1], len(u), SIGNED=signed, **sizes,
+    )  # fmt: skip
 
 
 def _launch(u: Tensor, rate: Tensor) -> tuple[tuple[int], dict[str, int]]:

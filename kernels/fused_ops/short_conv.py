@@ -184,8 +184,7 @@ def short_convolution_forward(
 ) -> None:
     """Fill y."""
     grid, sizes = _conv_launch(x, weight, position_in_document, before, FORWARD)
-    with torch.cuda.device_of(x):
-        conv_forward_kernel[grid](x, weight, position_in_document, before, y, S_x=row_stride(x), **sizes)
+    conv_forward_kernel[grid](x, weight, position_in_document, before, y, S_x=row_stride(x), **sizes)
 
 
 @custom_op(mutates=("dx", "dweight"))
@@ -197,11 +196,10 @@ def short_convolution_backward(
     grid, sizes = _conv_launch(x, weight, position_in_document, before, BACKWARD)
     groups = ceil_div(sizes["n_blocks"], sizes["BR"])
     partial = torch.empty(groups, *weight.shape, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        conv_backward_kernel[grid](
-            x, weight, position_in_document, before, dy, dx, partial,
-            S_x=row_stride(x), S_dx=row_stride(dx), maxnreg=REGISTERS, **sizes,
-        )  # fmt: skip
+    conv_backward_kernel[grid](
+        x, weight, position_in_document, before, dy, dx, partial,
+        S_x=row_stride(x), S_dx=row_stride(dx), maxnreg=REGISTERS, **sizes,
+    )  # fmt: skip
     sum_rows(partial, dweight)
 
 

@@ -4,7 +4,6 @@ A program sums a few columns, so that a matrix of 512 x 1024 keeps a whole devic
 to 8 blocks, which take 16 us on an H100. The order of the sum depends on the shape only.
 """
 
-import torch
 from torch import Tensor
 
 from fla_train.kernels.optional_triton import tl, triton
@@ -14,12 +13,14 @@ ROWS, COLUMNS = 256, 8  # sizes of a tile
 
 
 def sum_rows(parts: Tensor, total: Tensor) -> None:
-    """Fill `total`, fp32, with the sum over the first axis of contiguous `parts` [rows, *total.shape]."""
+    """Fill `total`, fp32, with the sum over the first axis of contiguous `parts` [rows, *total.shape].
+
+    Both are on the current device.
+    """
     columns = total.numel()
-    with torch.cuda.device_of(parts):
-        sum_rows_kernel[(ceil_div(columns, COLUMNS),)](
-            parts, total, len(parts), D=columns, BR=ROWS, BD=COLUMNS, num_warps=4
-        )
+    sum_rows_kernel[(ceil_div(columns, COLUMNS),)](
+        parts, total, len(parts), D=columns, BR=ROWS, BD=COLUMNS, num_warps=4
+    )
 
 
 @triton.jit(do_not_specialize=["n_rows"])

@@ -77,16 +77,14 @@ class _SwiGLULinear(torch.autograd.Function):
 def swiglu_forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """Fill y."""
     grid, sizes = _swiglu_launch(y, gate=gate, up=up)
-    with torch.cuda.device_of(gate):
-        swiglu_forward_kernel[grid](gate, up, y, **sizes)
+    swiglu_forward_kernel[grid](gate, up, y, **sizes)
 
 
 @custom_op(mutates=("product", "dgate", "dup"))
 def swiglu_backward(gate: Tensor, up: Tensor, product: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Fill the gradients; `product` enters as the gradient of silu(gate) * up and leaves as that product."""
     grid, sizes = _swiglu_launch(product, gate=gate, up=up, dgate=dgate, dup=dup)
-    with torch.cuda.device_of(gate):
-        swiglu_backward_kernel[grid](gate, up, product, dgate, dup, **sizes)
+    swiglu_backward_kernel[grid](gate, up, product, dgate, dup, **sizes)
 
 
 def _swiglu_launch(y: Tensor, **others: Tensor) -> tuple[tuple[int], dict[str, Any]]:

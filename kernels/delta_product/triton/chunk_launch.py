@@ -46,47 +46,46 @@ def delta_product_forward(
     """
     cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, v.shape[-2:]
     selection = select_for(q, v, cu_seqlens, qk_l2norm)
-    with torch.cuda.device_of(q):
-        if selection.algorithm == "fused_recurrent":
-            launch_fused_recurrent(
-                fused_recurrent_fwd_kernel, cu_seqlens, qk_l2norm,
-                q=q, k=k, v=v, beta=beta, g=g, scale=scale, initial_state=initial_state,
-                o=o, states=states, final_state=final_state,
-            )  # fmt: skip
-            return
-        call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
-        arguments = dict(
-            q=q, k=k, beta=beta, g=g, **call.factors, **call.rows,
-            **call.sequences, chunk_sequence=call.chunk_sequence, scale=scale, eps=L2NORM_EPS,
-            **call.sizes, GATED=g is not None,
+    if selection.algorithm == "fused_recurrent":
+        launch_fused_recurrent(
+            fused_recurrent_fwd_kernel, cu_seqlens, qk_l2norm,
+            q=q, k=k, v=v, beta=beta, g=g, scale=scale, initial_state=initial_state,
+            o=o, states=states, final_state=final_state,
         )  # fmt: skip
-        programs = call.num_chunks * heads
-        if selection.chunk_prepare_wy.hopper:
-            # Not at the top: it imports Gluon, and Hopper's part of it.
-            from fla_train.kernels.delta_product.hopper import prepare_wy
+        return
+    call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
+    arguments = dict(
+        q=q, k=k, beta=beta, g=g, **call.factors, **call.rows,
+        **call.sequences, chunk_sequence=call.chunk_sequence, scale=scale, eps=L2NORM_EPS,
+        **call.sizes, GATED=g is not None,
+    )  # fmt: skip
+    programs = call.num_chunks * heads
+    if selection.chunk_prepare_wy.hopper:
+        # Not at the top: it imports Gluon, and Hopper's part of it.
+        from fla_train.kernels.delta_product.hopper import prepare_wy
 
-            prepare_wy.launch(programs, **arguments)
-        else:
-            run_kernel(
-                chunk_prepare_wy_kernel, (programs,), **arguments, **call.tiles,
-                INVERSE=tl.float16 if in_half(q, qk_l2norm) else tl.float32,
-                **selection.chunk_prepare_wy.options,
-            )  # fmt: skip
-
-        options = selection.chunk_fwd.options
-        sequences, num_sequences, ends = call.sequences, call.num_sequences, final_state
-        if transitions is not None:
-            segments = Segments(selection, call, q.device)
-            initial_state = segments.start_states(k, v, initial_state, transitions, options)
-            sequences, num_sequences = segments.sequences, segments.count
-            ends = None if final_state is None else torch.empty_like(initial_state)
+        prepare_wy.launch(programs, **arguments)
+    else:
         run_kernel(
-            chunk_fwd_kernel, (num_sequences * heads * ceil_div(value_dim, options["BV"]),),
-            q=q, k=k, v=v, **call.factors, o=o, u=u, states=states, initial_state=initial_state,
-            final_state=ends, **sequences, **call.sizes, V=value_dim, **call.tiles, **options,
+            chunk_prepare_wy_kernel, (programs,), **arguments, **call.tiles,
+            INVERSE=tl.float16 if in_half(q, qk_l2norm) else tl.float32,
+            **selection.chunk_prepare_wy.options,
         )  # fmt: skip
-        if ends is not final_state:
-            segments.select_last(ends, out=final_state)
+
+    options = selection.chunk_fwd.options
+    sequences, num_sequences, ends = call.sequences, call.num_sequences, final_state
+    if transitions is not None:
+        segments = Segments(selection, call, q.device)
+        initial_state = segments.start_states(k, v, initial_state, transitions, options)
+        sequences, num_sequences = segments.sequences, segments.count
+        ends = None if final_state is None else torch.empty_like(initial_state)
+    run_kernel(
+        chunk_fwd_kernel, (num_sequences * heads * ceil_div(value_dim, options["BV"]),),
+        q=q, k=k, v=v, **call.factors, o=o, u=u, states=states, initial_state=initial_state,
+        final_state=ends, **sequences, **call.sizes, V=value_dim, **call.tiles, **options,
+    )  # fmt: skip
+    if ends is not final_state:
+        segments.select_last(ends, out=final_state)
 
 
 @custom_op(mutates=("dq", "dk", "dv", "dbeta", "dg", "dinitial_state"))
@@ -106,22 +105,19 @@ def delta_product_backward(
     totals = {"dq": (dq, key_shares, added), "dk": (dk, key_shares, added)}
     totals["dbeta"] = (dbeta[..., None], tile_shares)
     totals |= {} if dg is None else {"dg": (dg[..., None], tile_shares)}
-    with torch.cuda.device_of(q):
-        shares = {name: make_shares(*total) for name, total in totals.items()}
-        gradients = dict(
-            q=q, k=k, beta=beta, g=g, do=do, states=states, scale=scale, dv=dv, **({"dg": None} | shares)
-        )
-        ends = dict(dfinal_state=dfinal_state, dinitial_state=dinitial_state)
-        if selection.algorithm == "fused_recurrent":
-            launch_fused_recurrent(
-                fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm, v=u, **gradients, **ends
-            )
-        else:
-            call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
-            gradients |= dict(u=u, **call.rows, **call.sizes, V=value_dim, GATED=g is not None)
-            _chunk_backward(selection, call, gradients, ends, transitions, tiles)
-        for name, share in shares.items():
-            sum_shares(share, totals[name][0])
+    shares = {name: make_shares(*total) for name, total in totals.items()}
+    gradients = dict(
+        q=q, k=k, beta=beta, g=g, do=do, states=states, scale=scale, dv=dv, **({"dg": None} | shares)
+    )
+    ends = dict(dfinal_state=dfinal_state, dinitial_state=dinitial_state)
+    if selection.algorithm == "fused_recurrent":
+        launch_fused_recurrent(fused_recurrent_bwd_kernel, cu_seqlens, qk_l2norm, v=u, **gradients, **ends)
+    else:
+        call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
+        gradients |= dict(u=u, **call.rows, **call.sizes, V=value_dim, GATED=g is not None)
+        _chunk_backward(selection, call, gradients, ends, transitions, tiles)
+    for name, share in shares.items():
+        sum_shares(share, totals[name][0])
 
 
 def _chunk_backward(

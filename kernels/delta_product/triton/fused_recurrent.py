@@ -69,14 +69,13 @@ def fused_recurrent_step(
     key_tile = next_power_of_2(key_dim)
     warps = max(1, key_tile // 128)
     value_tile = min(max(TILE * warps // key_tile, 16), next_power_of_2(value_dim))
-    with torch.cuda.device_of(q):
-        run_kernel(
-            fused_recurrent_step_kernel, (batch * heads, ceil_div(value_dim, value_tile)),
-            q=q, k=k, v=v, beta=beta, g=g, scale=scale, eps=L2NORM_EPS,
-            state=state, o=o, new_state=new_state, H=heads, G=heads // key_heads,
-            K=key_dim, V=value_dim, N=k.shape[1], BK=key_tile, BV=value_tile,
-            L2NORM=qk_l2norm, num_warps=warps,
-        )  # fmt: skip
+    run_kernel(
+        fused_recurrent_step_kernel, (batch * heads, ceil_div(value_dim, value_tile)),
+        q=q, k=k, v=v, beta=beta, g=g, scale=scale, eps=L2NORM_EPS,
+        state=state, o=o, new_state=new_state, H=heads, G=heads // key_heads,
+        K=key_dim, V=value_dim, N=k.shape[1], BK=key_tile, BV=value_tile,
+        L2NORM=qk_l2norm, num_warps=warps,
+    )  # fmt: skip
 
 
 @triton.jit
