@@ -118,15 +118,17 @@ def test_runs_are_found_in_order_with_what_differs(folders: Path, make_config: M
     assert [run.name for run in find_runs([folders])] == ["other", "10-optimizer.lr=0.2"]
 
 
-@pytest.mark.parametrize(("accuracy", "status"), [(0.5, "stopped"), (1.0, "finished")])
-def test_a_run_with_a_target_is_finished_once_it_is_reached(tmp_path: Path, accuracy: float, status: str):
-    """A run that was killed after an export is not finished."""
+@pytest.mark.parametrize(("accuracies", "status"), [((1, 0.5, 1), "stopped"), ((0.5, 1, 1), "finished")])
+def test_a_run_with_a_target_is_finished_once_it_is_reached(tmp_path: Path, accuracies: tuple, status: str):
+    """Twice in a row. A run that was killed after an export is not finished."""
     folder = RunFolder(tmp_path)
     folder.create()
     target = "task.stop_at=[[longer/accuracy,0.9]]"
     config = fla_train.compose("experiment=state_tracking/s3", "scale=cpu", target)
     folder.config.write_text(to_yaml(config))
-    records = [{"step": i, "validation_loss": 1.0, "longer/accuracy": accuracy} for i in (2, 4)]
+    records = [
+        {"step": i + 2, "validation_loss": 1.0, "longer/accuracy": a} for i, a in enumerate(accuracies)
+    ]
     folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     folder.export(4).mkdir(parents=True)
     folder.loss_plot.parent.mkdir()

@@ -5,6 +5,7 @@ Where the learning rate is 0 the model stays as it was drawn, so each step's los
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,20 +96,24 @@ def test_passing_hands_each_row_the_final_state_of_another(make_config, warm_ran
     ("mode", "layout"), [("contiguous", "one rank"), ("documents", "selective"), ("documents", "two ranks")]
 )
 def test_contiguous_rows_are_long_sequences(make_config, warm_ranks, tmp_path, mode, layout):
-    """Each row's whole text in one pass, or each of its documents, which end with <eos>, in its own."""
-    warm_ranks.launch(make_config(*FROZEN, *MODES[mode], *LAYOUTS[layout], f"run.dir={tmp_path}"))
+    """Each row's text up to a jump in one pass, or each of its documents, which end with <eos>, in one."""
+    options = ["data.max_tokens=700", f"run.dir={tmp_path}"]  # an epoch of a row has two sequences
+    warm_ranks.launch(make_config(*FROZEN, *MODES[mode], *LAYOUTS[layout], *options))
     model = exported(tmp_path)
     data = open_contiguous(data_folder(tmp_path), SEQ_LEN, 0, ROWS, document_boundaries=False)
-    ids = torch.cat([data.sequences(np.arange(ROWS) + ROWS * step).input_ids for step in range(STEPS)], dim=1)
+    indices = [np.arange(ROWS) + ROWS * step for step in range(STEPS)]
+    ids = torch.cat([data.sequences(of_step).input_ids for of_step in indices], dim=1)
+    positions = np.stack([data.locate(of_step)[1] for of_step in indices], axis=1)
     sums, counts = torch.zeros(STEPS, dtype=torch.float64), torch.zeros(STEPS)
     begun = 0
-    for row in ids:
+    for row, at in zip(ids, positions, strict=True):
+        jumps = ((np.flatnonzero(np.diff(at) != 1) + 1) * SEQ_LEN).tolist()
         ends = (row == EOS).nonzero().flatten().add(1).tolist() if mode == "documents" else []
-        bounds = sorted({0, *ends, len(row)})
+        bounds = sorted({0, *jumps, *ends, len(row)})
         for first, last in pairwise(bounds):
             with torch.no_grad():
                 logits = model(row[None, first:last]).logits[0]
-            begun += first > 0
+            begun += first in ends
             for place in range(first + 1, last):
                 if place % SEQ_LEN:  # a sequence's first token is not a target
                     sums[place // SEQ_LEN] += torch.nn.functional.cross_entropy(
@@ -184,20 +189,24 @@ class TestOneRank:
         means = torch.tensor([[1.0, -2.0], [0.0, 5.0]])  # by layer and head
         deviations = torch.tensor([[0.1, 1.0], [2.0, 0.5]])
 
-        def final(layer: int) -> Tensor:
-            return means[layer, :, None, None] + deviations[layer, :, None, None] * torch.randn(
-                2, 2, 8, 16, generator=draw
+        def final(layer: int, shift: float) -> Tensor:
+            return (
+                shift
+                + means[layer, :, None, None]
+                + deviations[layer, :, None, None] * torch.randn(2, 2, 8, 16, generator=draw)
             )
 
         self.begin(states, 0)
         assert not self.starts(states, 0).any()  # nothing was seen yet
         for number in range(3):
-            self.step(states, number, final)
+            self.step(states, number, partial(final, shift=3.0 if number == 0 else 0.0))
         self.begin(states, 3)
+        first = 0.99**2 / (0.99**2 + 0.99 + 1)  # weight of the first step
         for layer in range(2):
             found = self.starts(states, layer)
-            torch.testing.assert_close(found.mean((0, 2, 3)), means[layer], rtol=0, atol=0.1)
-            torch.testing.assert_close(found.std((0, 2, 3)), deviations[layer], rtol=0.05, atol=0)
+            torch.testing.assert_close(found.mean((0, 2, 3)), means[layer] + 3 * first, rtol=0, atol=0.1)
+            deviation = (deviations[layer].square() + 9 * first * (1 - first)).sqrt()
+            torch.testing.assert_close(found.std((0, 2, 3)), deviation, rtol=0.05, atol=0)
         before = self.starts(states, 0)
         self.begin(states, 4)
         assert not torch.allclose(before, self.starts(states, 0))

@@ -59,7 +59,13 @@ FEATURES = {
     "muon": [TWO, "optimizer=muon", "model.num_heads=3", EPS],
     "passing": [TWO, "trainer.initial_state=passing", "trainer.zero_state_share=0.3", EPS],
     "noise and the spike filter": [
-        *("trainer.initial_state=noise", "trainer.spike_deviations=3", "optimizer.max_grad_norm=0.1")
+        *(
+            TWO,
+            "trainer.initial_state=noise",
+            "trainer.spike_deviations=3",
+            "optimizer.max_grad_norm=0.1",
+            EPS,
+        )
     ],
     "contiguous documents": [TWO, "data.contiguous=true", PACKED, EPS],
     "context parallelism": [TWO, "launch.context_parallel=2", PACKED],
@@ -77,7 +83,8 @@ FEATURES = {
     ],
 }
 # The features of two ranks that are also resumed on one.
-RESHARDED = ["packed", "muon", "passing", "contiguous documents", "custom optimizer and callbacks"]
+RESHARDED = ["packed", "muon", "passing", "noise and the spike filter", "contiguous documents"]
+RESHARDED += ["custom optimizer and callbacks"]
 Make = Callable[..., TrainConfig]
 
 
