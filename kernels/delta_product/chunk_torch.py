@@ -64,9 +64,8 @@ class ChunkLayout:
             last.append(start + chunks)
             entries.extend(range(start, start + chunks))
         in_order = len(lengths) == 1
-        return ChunkLayout(
-            size, entries, first, last, None if in_order else torch.cat(rows).to(cu_seqlens.device)
-        )
+        rows = None if in_order else torch.cat(rows).to(cu_seqlens.device)
+        return ChunkLayout(size, entries, first, last, rows)
 
     def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Reshape [B, T, N, H, D] to [chunks, B * H, C * N, D], zeros where a chunk has no token."""

@@ -271,15 +271,13 @@ class Segments:
         self.places = dict(
             bounds=bounds, first_chunk=first_chunk, segment_sequence=segment_sequence, offsets=self.offsets
         )
-        n_total, where = call.sequences["n_total"], dict(call.sequences)
-        del where["n_total"]
         run_kernel(
-            segment_split_kernel, (call.num_sequences,), **where, **self.places,
+            segment_split_kernel, (call.num_sequences,), **self.places,
+            **pick(call.sequences, "cu_seqlens", "chunk_offsets", "T", "NT", "PACKED"),
             n_segments=self.count, segment_chunks=self.chunks, C=call.sizes["C"], BLOCK=128,
         )  # fmt: skip
         # Bounds for a kernel that treats the segments as documents of a packed row.
-        where |= dict(cu_seqlens=bounds, chunk_offsets=first_chunk, PACKED=True)
-        self.sequences, self.n_total = {**where, "n_total": n_total}, n_total
+        self.sequences = call.sequences | dict(cu_seqlens=bounds, chunk_offsets=first_chunk, PACKED=True)
         # Whether the gates bound every transition: there are some, and keys have norm one.
         self.forgets = call.rows["g_cum"] is not None and call.tiles["L2NORM"]
 
@@ -293,7 +291,7 @@ class Segments:
         run_kernel(
             segment_fwd_kernel, (self.count * heads * tiles,),
             k=k, v=v, **pick(call.factors, "wy", "read", "write", "decay"), initial_state=initial_state,
-            local=local, transition=transitions, **self.places, n_total=self.n_total,
+            local=local, transition=transitions, **self.places, **pick(call.sequences, "n_total"),
             segment_chunks=self.chunks, **call.sizes, V=value_dim, FORGETS=self.forgets,
             **pick(call.tiles, "M", "BK", "OPERAND", "PRECISION"), **options,
         )  # fmt: skip
@@ -314,7 +312,8 @@ class Segments:
         run_kernel(
             segment_bwd_kernel, (self.count * heads * ceil_div(value_dim, options["BV"]),),
             q=q, k=k, do=do, **call.factors, dfinal_state=dfinal_state, local=local, **self.places,
-            n_total=self.n_total, **call.sizes, V=value_dim, FORGETS=self.forgets, **call.tiles, **options,
+            **pick(call.sequences, "n_total"), **call.sizes, V=value_dim, FORGETS=self.forgets,
+            **call.tiles, **options,
         )  # fmt: skip
         return self._combine(local, transitions, dfinal_state, reverse=True)
 
