@@ -228,7 +228,4 @@ def has_gluon(kernel: str, key: Key) -> bool:
     """Return whether the row's kernel has a version in Gluon, for Hopper."""
     if kernel not in launch_table.IN_GLUON or not key.architecture.startswith("9."):
         return False
-    if kernel == "chunk_bwd_qkg":
-        return launch_table.square(key.key_dim, key.value_dim)
-    fits = kernel == "chunk_prepare_wy" or launch_table.value_tiles(key.value_dim) > 0
-    return launch_table.hopper_keys(key.key_dim) and fits
+    return launch_table.gluon_obstacle(kernel, key.key_dim, key.value_dim) is None

@@ -22,9 +22,8 @@ from fla_train.kernels.delta_product.triton.launch_table import (
     LaunchOptions,
     Options,
     architecture,
-    hopper_keys,
+    gluon_obstacle,
     lookup,
-    square,
     value_tiles,
 )
 from fla_train.kernels.sizes import ceil_div, next_power_of_2, processors
@@ -209,22 +208,16 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         hopper = "Hopper's kernels come with the package fla_train only"
     elif sizes.dtype not in (torch.bfloat16, torch.float16):
         hopper = "Hopper's kernels take 16-bit inputs"
-    narrow = hopper or (None if hopper_keys(key_dim) else "Hopper's takes K from 64 to 128 in steps of 8")
 
-    def choose(kernel: str, obstacle: str | None) -> KernelChoice:
+    def choose(kernel: str) -> KernelChoice:
         settings = getattr(options, kernel)
         plain = {name: value for name, value in settings.items() if name != "gluon"}
         if "gluon" not in settings:
             return KernelChoice(False, plain, source)
+        obstacle = hopper or gluon_obstacle(kernel, key_dim, value_dim, sizes.qk_l2norm)
         return KernelChoice(obstacle is None, plain, obstacle or "the launch options ask for it")
 
-    equal = hopper or (None if square(key_dim, value_dim) else "Hopper's needs K = V = 64, 128 or 256")
-    tiles = value_tiles(value_dim)
-    tiled = narrow or (None if tiles else "Hopper's takes V in equal tiles of 64 to 128 in steps of 8")
-    prepare = choose(
-        "chunk_prepare_wy", narrow or (None if sizes.qk_l2norm else "Hopper's needs normalised keys")
-    )
-    qkg, state = choose("chunk_bwd_qkg", equal), choose("chunk_bwd_state", tiled)
+    state, tiles = choose("chunk_bwd_state"), value_tiles(value_dim)
     fused, reason = state.hopper, state.reason
     rows = (selection.num_segments or sizes.documents or sizes.batch) * sizes.heads
     count = processors(sizes.device)
@@ -243,10 +236,10 @@ def _select(sizes: Sizes, override: Override) -> Selection:
         launches = override.fused_launches or (2 if uneven else 1)
     return replace(
         selection,
-        chunk_prepare_wy=prepare,
-        chunk_fwd=choose("chunk_fwd", None),
+        chunk_prepare_wy=choose("chunk_prepare_wy"),
+        chunk_fwd=choose("chunk_fwd"),
         chunk_bwd_state=KernelChoice(False, state.options, source),
-        chunk_bwd_qkg=qkg,
+        chunk_bwd_qkg=choose("chunk_bwd_qkg"),
         fused_backward=fused,
         fused_reason=reason,
         fused_launches=launches,

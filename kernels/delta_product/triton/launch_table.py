@@ -76,20 +76,22 @@ class Key:
 Table = dict[Key, LaunchOptions]
 
 
-def hopper_keys(key_dim: int) -> bool:
-    """Return whether Hopper's `chunk_prepare_wy` and `chunk_bwd_fused` take keys of this width."""
-    return MIN_TILE <= key_dim <= HOPPER_TILE and key_dim % ALIGNED == 0
-
-
 def value_tiles(value_dim: int) -> int:
     """Return the tiles of V of `chunk_bwd_fused`; 0 where the copy engine cannot read equal ones."""
     tiles = ceil_div(value_dim, HOPPER_TILE)
     return 0 if value_dim < MIN_TILE or value_dim % (tiles * ALIGNED) else tiles
 
 
-def square(key_dim: int, value_dim: int) -> bool:
-    """Return whether Hopper's `chunk_bwd_qkg` takes these heads."""
-    return key_dim == value_dim and key_dim in (MIN_TILE, HOPPER_TILE, 2 * HOPPER_TILE)
+def gluon_obstacle(kernel: str, key_dim: int, value_dim: int, qk_l2norm: bool = True) -> str | None:
+    """Return why Hopper's version of a kernel does not take these heads, or None."""
+    if kernel == "chunk_bwd_qkg":
+        equal = key_dim == value_dim and key_dim in (MIN_TILE, HOPPER_TILE, 2 * HOPPER_TILE)
+        return None if equal else "Hopper's needs K = V = 64, 128 or 256"
+    if not MIN_TILE <= key_dim <= HOPPER_TILE or key_dim % ALIGNED:
+        return "Hopper's takes K from 64 to 128 in steps of 8"
+    if kernel == "chunk_prepare_wy":
+        return None if qk_l2norm else "Hopper's needs normalised keys"
+    return None if value_tiles(value_dim) else "Hopper's takes V in equal tiles of 64 to 128 in steps of 8"
 
 
 def user_file() -> Path:
