@@ -118,11 +118,10 @@ def _given(variant: Variant) -> dict[str, object]:
     if variant.name != "bwd_fused":
         return tensors
     from fla_train.kernels.delta_product.hopper import bwd_fused
-    from fla_train.kernels.delta_product.triton.launch_table import value_tiles
 
     absent = dict.fromkeys(("dfinal_state", "dinitial_state"))
     launches = 1 if variant.launch is None else 2
-    return list(bwd_fused.parts(tensors | absent, value_tiles(values), launches))[variant.launch or 0]
+    return list(bwd_fused.parts(tensors | absent, launches))[variant.launch or 0]
 
 
 def _triton_constants(variant: Variant) -> dict[str, object]:

@@ -80,7 +80,7 @@ from fla_train.kernels.delta_product.hopper.common import (
     with_tma_descriptors,
 )
 from fla_train.kernels.delta_product.triton.chunk_arguments import pick
-from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE
+from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE, value_tiles
 
 WARPS = 8
 
@@ -394,7 +394,7 @@ def chunk_bwd_fused_kernel(
         gl.store(dinitial_state + p_s, b_ds, mask=m_tile)
 
 
-def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict[str, Any]]:
+def parts(arguments: dict[str, Any], launches: int) -> Iterator[dict[str, Any]]:
     """Make the arguments of each launch from those of a call.
 
     One launch takes V in equal tiles. The first of two launches computes 128 columns of V, the second the
@@ -402,6 +402,7 @@ def parts(arguments: dict[str, Any], tiles: int, launches: int) -> Iterator[dict
     """
     heads, value_dim = arguments["dv"].shape[-2:]
     if launches == 1:
+        tiles = value_tiles(value_dim)
         zeros = heads // arguments["q"].shape[2] * tiles == PAIR.value
         yield arguments | dict(TILES=tiles, WIDTH=value_dim // tiles, ADD_KEYS=zeros, ADD_SCALARS=False)
         return

@@ -98,8 +98,8 @@ def delta_product_backward(
     """Fill the gradients; of `fused_recurrent`, `u` is v."""
     cu_seqlens, (heads, value_dim) = bounds[0] if bounds else None, dv.shape[-2:]
     selection = select_for(q, dv, cu_seqlens, qk_l2norm)
-    tiles = value_tiles(value_dim) if selection.fused_backward else 1
-    tile_shares = tiles if selection.fused_launches == 1 else 1  # partial sums of dbeta and dg
+    one_launch = selection.fused_backward and selection.fused_launches == 1
+    tile_shares = value_tiles(value_dim) if one_launch else 1  # partial sums of dbeta and dg
     key_shares = heads // q.shape[2] * tile_shares  # partial sums of dq and dk
     added = selection.fused_backward and key_shares == PAIR
     totals = {"dq": (dq, key_shares, added), "dk": (dk, key_shares, added)}
@@ -115,7 +115,7 @@ def delta_product_backward(
     else:
         call = Call.of(q, k, beta, g is not None, bounds, qk_l2norm, prepared)
         gradients |= dict(u=u, **call.rows, **call.sizes, V=value_dim, GATED=g is not None)
-        _chunk_backward(selection, call, gradients, ends, transitions, tiles)
+        _chunk_backward(selection, call, gradients, ends, transitions)
     for name, share in shares.items():
         sum_shares(share, totals[name][0])
 
@@ -126,9 +126,8 @@ def _chunk_backward(
     gradients: dict[str, Any],
     ends: dict[str, Tensor | None],
     transitions: Tensor | None,
-    tiles: int,
 ) -> None:
-    """Run the chunk kernels on the arguments that they share; `tiles` are those of V of `chunk_bwd_fused`."""
+    """Run the chunk kernels on the arguments that they share."""
     q, do, states = (gradients[name] for name in ("q", "do", "states"))
     heads, value_dim = do.shape[-2:]
     options, dinitial_state = selection.chunk_bwd_state.options, ends["dinitial_state"]
@@ -146,7 +145,7 @@ def _chunk_backward(
 
         factors = pick(call.factors, "wy", "p", "peak")
         arguments = {**gradients, **factors, **ends, **sequences, **pick(call.tiles, "L2NORM")}
-        for part in bwd_fused.parts(arguments, tiles, selection.fused_launches):
+        for part in bwd_fused.parts(arguments, selection.fused_launches):
             bwd_fused.launch(num_sequences * heads * part["TILES"], **part)
     else:
         dstates = torch.empty_like(states)
