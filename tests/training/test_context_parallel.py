@@ -13,6 +13,7 @@ from fla_train.data.sampler import Batch, pack
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 from fla_train.training.features.evaluation import evaluate
+from fla_train.training.features.statistics import Statistics
 from fla_train.training.process_group import RankMesh, join
 from fla_train.training.run_data import split_batch
 
@@ -76,11 +77,23 @@ def evaluated(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {f"validation {name}": torch.tensor(value) for name, value in losses.items()}
 
 
+def gate_statistics(model: nn.Module, batch: Batch, mesh: RankMesh) -> dict[str, Tensor]:
+    """Return the statistics of the gates in a step whose first micro-batch is `batch`."""
+    optimizer = SimpleNamespace(single_partition_of_fp32_groups=[torch.zeros(1)])
+    engine = SimpleNamespace(optimizer=optimizer)
+    statistics, values = Statistics(), {}
+    statistics.attach(SimpleNamespace(engine=engine, model=model, mesh=mesh, is_observed=bool))
+    statistics.before_step(1, [batch])
+    losses_by_token(model, batch)
+    statistics.after_step(1, values)
+    return {name: value for name, value in values.items() if "/" in name}
+
+
 def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[int]]:
     """Return, on each rank, relative errors against whole rows, and the numbers of parts of activations."""
     join(on_gpu=False)
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = RankMesh(world).context
+    mesh = RankMesh(world)
     errors: dict[str, float] = {}
     parts: set[int] = set()
     for layout, boundaries in LAYOUTS.items():
@@ -88,6 +101,7 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
         targets = int((batch.targets() != -100).sum())
         expected = loss_and_gradients(model, batch, targets)
         expected["losses by token"] = losses_by_token(model, batch).chunk(world, dim=1)[rank]
+        expected |= gate_statistics(model, batch, SimpleNamespace(context=None))
         expected |= evaluated(model, batch)
 
         def cut(module: nn.Module, inputs: tuple, output: object, length: int = batch.input_ids.shape[1]):
@@ -100,14 +114,15 @@ def compare(fields: dict, checkpointing: bool) -> tuple[dict[str, float], set[in
             model.gradient_checkpointing_enable()
         for module in model.model.modules():
             module.register_forward_hook(cut)
-        part = split_batch(batch, context)
+        part = split_batch(batch, mesh.context)
         found = loss_and_gradients(model, part, targets)
         for tensor in found.values():
             dist.all_reduce(tensor)
         found["losses by token"] = losses_by_token(model, part)
+        found |= gate_statistics(model, part, mesh)
         found |= evaluated(model, part)
         for name, tensor in expected.items():
-            error = (found[name] - tensor).abs().max() / tensor.abs().max()
+            error = (found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-9)
             errors[f"{name}, {layout}"] = error.item()
     dist.barrier()  # a rank that leaves would lose its unsent messages
     return errors, parts

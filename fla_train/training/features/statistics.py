@@ -27,7 +27,11 @@ class Statistics(Callback):
         if not self._active:
             return
         self._gates: dict[str, Tensor] = {}
-        self._length = micro_batches[0].max_length_q  # length of the longest sequence in a packed row
+        # Tokens of the first sequence, and how many of them this rank's columns hold.
+        batch, part = micro_batches[0], micro_batches[0].context_part
+        columns, parts = batch.input_ids.shape[1], 1 if part is None else part.group.size
+        self._length = batch.max_length_q or columns * parts
+        self._seen = max(self._length - (0 if part is None else part.start(columns)), 0)
         self._before = [master.detach().clone() for master in self._masters()]
         modules = self.trainer.model.modules()
         self._mixers = [module for module in modules if isinstance(module, DeltaProductMixer)]
@@ -42,9 +46,9 @@ class Statistics(Callback):
         context = self.trainer.mesh.context
         # Each rank has seen only its columns of the sequence.
         if context is not None and self._gates:
-            means = torch.stack(list(self._gates.values()))
-            context.add_up(means)
-            self._gates = dict(zip(self._gates, (means / context.size).unbind(), strict=True))
+            parts = torch.stack(list(self._gates.values()))
+            context.add_up(parts)
+            self._gates = dict(zip(self._gates, parts.unbind(), strict=True))
         masters = self._masters()
         for old, master in zip(self._before, masters, strict=True):
             old.sub_(master.detach())
@@ -65,12 +69,12 @@ class Statistics(Callback):
             # Selective checkpointing needs the same operations when it recomputes a layer. So they are always
             # computed, and only the results of a recomputation and of later micro-batches are dropped.
             inputs = operator_inputs(*arguments)
-            beta, g = (x if x is None else x.detach()[:1, : self._length] for x in inputs[3:])
-            values = {"beta": beta.mean(), "beta_above_1": (beta > 1).float().mean()}
+            beta, g = (x if x is None else x.detach()[0, : self._seen] for x in inputs[3:])
+            values = {"beta": beta, "beta_above_1": (beta > 1).to(beta)}
             if g is not None:
-                values["decay"] = g.exp().mean()
+                values["decay"] = g.exp()
             for name, value in values.items():
-                self._gates.setdefault(f"{name}/{layer}", value)
+                self._gates.setdefault(f"{name}/{layer}", value.flatten(1).mean(1).sum() / self._length)
             return inputs
 
         return observe
