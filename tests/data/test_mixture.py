@@ -40,6 +40,11 @@ def test_every_window_holds_about_the_shares(shares):
                 assert (counts == share * length // period).all()
 
 
+def test_sequences_are_due_in_the_middle_of_their_shares():
+    # 0.1, 0.3, 0.5, 0.7, 0.9; 1/6, 1/2, 5/6; 1/4, 3/4
+    assert interleave([5, 3, 2]).tolist() == [0, 1, 2, 0, 0, 1, 0, 2, 1, 0]
+
+
 def test_shares_of_decimal_weights():
     assert integer_shares({"a": 0.7, "b": 0.2, "c": 0.1}) == {"a": 7, "b": 2, "c": 1}
     assert integer_shares({"a": 2, "b": 1}) == {"a": 2, "b": 1}
@@ -62,10 +67,9 @@ def test_a_mixture_is_its_parts_in_turn(mixture):
     assert torch.equal(whole, torch.stack(expected))
     some = np.array([count - 1, 3, 3, 17])  # any order, at once
     assert torch.equal(data.sequences(some), whole[some])
-    corpus, within = data.locate(np.array([17]))
-    assert data.boundaries(np.array([17]))[0].tolist() == (
-        corpora[corpus[0]].boundaries(np.array([within[0]]))[0].tolist()
-    )
+    every = np.arange(count)
+    for corpus, within, found in zip(*data.locate(every), data.boundaries(every), strict=True):
+        assert found.tolist() == corpora[corpus].boundaries(np.array([within]))[0].tolist()
 
 
 def test_manifest_parts_and_validation(mixture):
