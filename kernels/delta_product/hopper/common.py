@@ -182,13 +182,8 @@ def copy_tile(matrix, tile, bar, i_row, i_head, pred):
 
 @gluon.jit
 def copy_state(matrix, tile, bar, i_state, pred):
-    """Copy a state."""
-    if len(matrix.block_shape) == 2:
-        i_row = i_state * matrix.block_shape[0]
-        async_load(matrix, [i_row, 0], bar, tile, pred=pred)
-    else:
-        tile = reinterpret(tile, matrix.dtype, matrix.block_shape, matrix.layout)
-        async_load(matrix, [i_state, 0, 0], bar, tile, pred=pred)
+    """Copy a state, of as many rows as the block; in three dimensions a block has one."""
+    copy_tile(matrix, tile, bar, i_state * matrix.block_shape[0], 0, pred)
 
 
 @gluon.jit
