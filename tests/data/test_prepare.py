@@ -95,14 +95,23 @@ def test_limits_and_separators(local, documents):
         limited = quiet(replace(local, max_documents=few))
         for split in ("train", "validation"):
             assert read(limited, split)[0] == expected_bytes(documents[:few], 0.2, split)[0]
-    tokens, ends, _ = expected_bytes(documents, 0.0, "train")
+    tokens, ends, _ = expected_bytes(documents, 0.2, "train")
     for most in (1, 2000, 15_000, 10**9):
-        limited = quiet(replace(local, max_tokens=most, validation_fraction=0.0))
+        limited = quiet(replace(local, max_tokens=most))
         # The document that reaches the limit stays whole.
         assert read(limited, "train")[0] == tokens[: next((end for end in ends if end >= most), len(tokens))]
     bare = quiet(replace(local, append_eos=False, validation_fraction=0.0))
-    assert read(bare, "train")[0] == [t for t in tokens if t != 2]
+    assert read(bare, "train")[0] == [t for t in expected_bytes(documents, 0.0, "train")[0] if t != 2]
     assert bare.manifest["splits"]["validation"]["tokens"] == 0
+
+
+def test_a_bpe_tokenizer_is_trained_without_the_validation_text(tmp_path, local, documents):
+    bpe = replace(local, tokenizer=TokenizerConfig(name="bpe", vocab_size=400))
+    rows = [row for row in documents if expected_bytes([row], 0.2, "train")[0]]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    alone = replace(bpe, path=str(tmp_path / "train.jsonl"), validation_fraction=0.0)
+    assert 0 < len(rows) < len(documents)
+    assert quiet(bpe).tokenizer().get_vocab() == quiet(alone).tokenizer().get_vocab()
 
 
 def test_reuse_and_rebuild(local, corpus, documents):
