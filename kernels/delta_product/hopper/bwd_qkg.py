@@ -85,7 +85,6 @@ def chunk_bwd_qkg_kernel(
     SQUARE: gl.constexpr = accumulator(ROWS, num_warps)
     WIDE: gl.constexpr = accumulator(K, num_warps)
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
     PART: gl.constexpr = 256 // K * num_warps  # rows of a state that the program's threads hold once
@@ -165,11 +164,7 @@ def chunk_bwd_qkg_kernel(
         # Inside the chunk.
         b_kq = warpgroup_mma(s_k, s_q.permute((1, 0)), square, is_async=True)
         b_kk = warpgroup_mma(s_k, s_k.permute((1, 0)), square, is_async=True)
-        b_da, b_dp = score_gradients(b_da, b_dp, table, n_m, n_t, scale, N, GATED, SQUARE)
-        beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(COLUMN)
-        s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
-        s_da.store((b_da * beta_c[None, :]).to(DTYPE))
-        fence_async_shared()
+        b_da, b_dp = score_gradients(b_da, b_dp, s_da, s_dp, table, n_m, n_t, scale, N, GATED, SQUARE)
         barrier()
         b_dk = warpgroup_mma(s_da, s_k, b_dk, is_async=True)
         b_dk = warpgroup_mma(s_da.permute((1, 0)), s_k, b_dk, is_async=True)

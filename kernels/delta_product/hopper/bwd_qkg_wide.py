@@ -136,7 +136,6 @@ def chunk_bwd_qkg_wide_kernel(
     SQUARE: gl.constexpr = accumulator(ROWS, num_warps)
     WIDE: gl.constexpr = accumulator(HALF, num_warps)
     ROW: gl.constexpr = gl.SliceLayout(1, SQUARE)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, SQUARE)
     WROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
 
@@ -239,12 +238,8 @@ def chunk_bwd_qkg_wide_kernel(
         b_da, b_dp, b_kk, b_kq = warpgroup_mma_wait(0, deps=[b_da, b_dp, b_kk, b_kq])
         barrier()  # u, dV and dO are read
         copy_chunk_values(u, dv, do, m_u, m_dv, m_do, bars.index(VALUES), r_m, r_t, f_h, pred)
-        b_da, b_dp = score_gradients(b_da, b_dp, table, n_m, n_t, scale, N, GATED, SQUARE)
         s_da, s_dp = m_u.index(zero), m_u.index(zero + 1)
-        beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(COLUMN)
-        s_da.store((b_da * beta_c[None, :]).to(DTYPE))
-        s_dp.store((b_dp * beta_r[:, None]).to(DTYPE))
-        fence_async_shared()
+        b_da, b_dp = score_gradients(b_da, b_dp, s_da, s_dp, table, n_m, n_t, scale, N, GATED, SQUARE)
         inner, kp, qp = score_sums(b_da, b_dp, b_kk, b_kq, table, SQUARE, WROW)
         kw_r, kr_r = gl.convert_layout(kw, ROW), gl.convert_layout(kr, ROW)
         b_ss = gl.sum(gl.sum(b_sums, 1), 0)

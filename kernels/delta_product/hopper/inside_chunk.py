@@ -8,6 +8,7 @@ dA are also steps; those of dP are tokens. Scalars are [64], one per step or tok
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from fla_train.kernels.delta_product.hopper.common import (
     BETA,
@@ -66,9 +67,9 @@ def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.con
 
 @gluon.jit
 def score_gradients(
-    b_da, b_dp, table, n_m, n_t, scale, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
+    b_da, b_dp, s_da, s_dp, table, n_m, n_t, scale, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Return dA' and dP' [64, 64] without beta, of dV u^T and u dO^T."""
+    """Return dA' and dP' [64, 64] without beta, of dV u^T and u dO^T. Store them with it, as operands."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
@@ -81,7 +82,12 @@ def score_gradients(
         gm_r, gm_c, gt_c = table[GM].load(ROW), table[GM].load(COLUMN), table[GT].load(COLUMN)
         b_dp *= gl.exp2(gl.where(seen, gt_c[None, :] - gm_r[:, None], 0.0))
         b_da *= gl.exp2(gl.where(lower, gm_r[:, None] - gm_c[None, :], 0.0))
-    return gl.where(lower, b_da, 0.0), gl.where(seen, b_dp, 0.0)
+    b_da, b_dp = gl.where(lower, b_da, 0.0), gl.where(seen, b_dp, 0.0)
+    beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(COLUMN)
+    s_da.store((b_da * beta_c[None, :]).to(s_da.dtype))
+    s_dp.store((b_dp * beta_r[:, None]).to(s_dp.dtype))
+    fence_async_shared()
+    return b_da, b_dp
 
 
 @gluon.jit
