@@ -116,8 +116,7 @@ def chunk_bwd_qkg_kernel(
     copy_pair(k, q, m_k.index(0), m_q.index(0), bars.index(3), r_m, r_t, i_h // G, True, ROW_BYTES)
 
     scalars = fetch_scalars(rows, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
-    keep_scalars(table, scalars, scale, GATED)
-    g_last = scalars[5]
+    g_last = keep_scalars(table, scalars, scale, GATED)
     barrier()
     step = 0
     while work < n_work:
@@ -191,7 +190,7 @@ def chunk_bwd_qkg_kernel(
         fence_async_shared()
         barrier()  # q and k are read
         copy_pair(k, q, s_k, s_q, bars.index(3), r_m, r_t, f_h // G, pred, ROW_BYTES)
-        keep_scalars(table, scalars, scale, GATED)
+        g_last = keep_scalars(table, scalars, scale, GATED)
         o_s, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, K, gl.SliceLayout(0, STORE))
         offset = o_s[:, None] * (H * K) + o_k[None, :]
         gl.store(dk + (i_m * H + i_h) * K + offset, s_u.load(STORE), mask=(o_s < n_m)[:, None])
@@ -199,7 +198,6 @@ def chunk_bwd_qkg_kernel(
         barrier()  # the outputs have left the buffers that the next step's copies take
         work, step = following, step + 1
         i_h, i_t, n_t = f_h, f_t, f_n
-        g_last = scalars[5]
 
 
 def launch(programs: int, **arguments: Any) -> None:

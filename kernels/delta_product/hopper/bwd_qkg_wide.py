@@ -163,8 +163,7 @@ def chunk_bwd_qkg_wide_kernel(
     copy_keys(k, q, m_k, m_q, bars.index(KEYS), r_m, r_t, i_h // G, True)
 
     scalars = fetch_scalars(rows, i_t, n_t, i_h, n_total, H, N, GATED, L2NORM, num_warps)
-    keep_scalars(table, scalars, scale, GATED)
-    g_last = scalars[5]
+    g_last = keep_scalars(table, scalars, scale, GATED)
     barrier()
     step = 0
     while work < n_work:
@@ -272,7 +271,7 @@ def chunk_bwd_qkg_wide_kernel(
             s_q.store(b_dq.to(DTYPE))
         copy_first(u, m_u, bars.index(FIRST), r_m, f_h, pred)
         barrier()
-        keep_scalars(table, scalars, scale, GATED)
+        g_last = keep_scalars(table, scalars, scale, GATED)
         o_s, o_c = gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), gl.arange(0, HALF, gl.SliceLayout(0, STORE))
         offset = o_s[:, None] * (H * K) + o_c[None, :]
         for half in gl.static_range(2):
@@ -284,7 +283,6 @@ def chunk_bwd_qkg_wide_kernel(
         copy_keys(k, q, m_k, m_q, bars.index(KEYS), r_m, r_t, f_h // G, pred)
         work, step = following, step + 1
         i_h, i_t, n_t = f_h, f_t, f_n
-        g_last = scalars[5]
 
 
 def launch(programs: int, **arguments: Any) -> None:

@@ -348,7 +348,7 @@ def fetch_scalars(
 
 @gluon.jit
 def keep_scalars(table, scalars, scale, GATED: gl.constexpr):
-    """Write what `fetch_scalars` returned, and the factors made of it."""
+    """Write what `fetch_scalars` returned, and the factors made of it; return the last gate."""
     b_beta, b_rk, b_rq, b_gm, b_gt, g_last, b_g = scalars
     table[BETA].store(b_beta)
     table[RK].store(b_rk)
@@ -364,6 +364,7 @@ def keep_scalars(table, scalars, scale, GATED: gl.constexpr):
         table[READ].store(b_rk)
         table[WRITE].store(b_rk)
         table[QUERY].store(b_rq * scale)
+    return g_last
 
 
 @gluon.jit
