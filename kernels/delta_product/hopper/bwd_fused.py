@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_train.kernels.cached_launch import run_kernel
 from fla_train.kernels.delta_product.hopper.common import (
     BETA,
+    FLAT,
     GM,
     GT,
     LEAST,
@@ -50,39 +51,141 @@ from fla_train.kernels.delta_product.hopper.common import (
     TILE,
     WRITE,
     accumulator,
+    add,
     barrier,
-    copy_rows,
+    copy_state,
     copy_tile,
-    copy_values,
-    copy_wy,
-    expect_values,
-    expect_wy,
     fetch_scalars,
-    in_parts,
-    keep_column_sums,
-    keep_row_sums,
     keep_scalars,
-    load_sums,
     make_bar,
     make_lines,
-    make_operand,
-    make_sums,
     opaque_zero,
     products,
     rebuild,
     reinterpret,
-    row_sums,
     sequence_span,
     store,
     store_tile,
-    suffix_sums,
-    widened,
     with_tma_descriptors,
 )
 from fla_train.kernels.delta_product.triton.chunk_arguments import pick
 from fla_train.kernels.delta_product.triton.launch_table import HOPPER_TILE, value_tiles
 
 WARPS = 8
+PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # layout of several times 64 scalars
+
+
+@gluon.jit
+def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
+    """Copy a tile of k or q, with which `bar` completes."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    copy_tile(matrix, tile, bar, i_row, i_head, pred)
+
+
+@gluon.jit
+def expect_values(bar_do, bar_u, bar_s, pred, BK: gl.constexpr, BV: gl.constexpr):
+    """Tell the barriers of `copy_values` what will come.
+
+    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
+    """
+    mbarrier.expect(bar_do, 2 * ROWS * BV, pred=pred)
+    mbarrier.expect(bar_u, 2 * ROWS * BV, pred=pred)
+    mbarrier.expect(bar_s, 2 * BV * BK, pred=pred)
+
+
+@gluon.jit
+def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_head, pred):
+    """Copy dO, u and the state of a chunk and head, or tile of V; a barrier completes with each."""
+    copy_tile(do, s_do, bar_do, i_t, i_head, pred)
+    copy_tile(u, s_u, bar_u, i_m, i_head, pred)
+    copy_state(states, s_s, bar_s, i_s, pred)
+
+
+@gluon.jit
+def expect_wy(bar_wy, bar_p, pred):
+    """Tell the barriers of `copy_wy` what will come."""
+    mbarrier.expect(bar_wy, 2 * ROWS * ROWS, pred=pred)
+    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
+
+
+@gluon.jit
+def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_head, pred):
+    """Copy T and P diag(beta) of a chunk and head, in the same way."""
+    copy_tile(p, s_p, bar_p, i_t, i_head, pred)
+    copy_tile(wy, s_wy, bar_wy, i_m, i_head, pred)
+
+
+@gluon.jit
+def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return P diag(beta) from the kept tensor, which may be at the same place; zeros past the chunk."""
+    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    b_p = s_kept.load(LAYOUT).to(gl.float32) * peak
+    s_p.store(gl.where((o_r < n_rows)[:, None], b_p, 0.0).to(DTYPE))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def suffix_sums(x):
+    """Sum each number and all after it."""
+    return gl.sum(x, 0) - gl.associative_scan(x, 0, add) + x
+
+
+@gluon.jit
+def widened(x):
+    """Widen to fp32, from bf16 by one instruction per number; the compiler takes two."""
+    if x.dtype == gl.bfloat16:
+        halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def make_sums(parts: gl.constexpr):
+    """Allocate shared memory for 64 sums, each in several parts."""
+    return gl.allocate_shared_memory(gl.float32, [1, parts * ROWS], FLAT)
+
+
+@gluon.jit
+def in_parts(x):
+    """Return [rows, parts, columns / parts] of x [64 or 128, columns], so that a warp has whole parts."""
+    parts: gl.constexpr = 2 * ROWS // x.shape[0]
+    return gl.reshape(x, [x.shape[0], parts, x.shape[1] // parts])
+
+
+@gluon.jit
+def row_sums(x):
+    """Return sums [rows, parts] of the rows of a product of eight warps: of 64 rows two parts, else one.
+
+    Sums across warps go through shared memory, by `keep_row_sums` and `load_sums`, with a barrier in between
+    that other code needs as well.
+    """
+    return gl.sum(in_parts(x), 2)
+
+
+@gluon.jit
+def keep_row_sums(sums, parts, zero):
+    """Write the result of `row_sums`; `zero` is that of `rebuild`, since stores also keep addresses."""
+    columns = reinterpret(sums.index(zero), gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
+    columns.permute((1, 0)).store(parts)
+
+
+@gluon.jit
+def keep_column_sums(sums, x, zero):
+    """Write sums of the columns of x [64, 64], of each warp's 16 rows."""
+    reinterpret(sums.index(zero), gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
+
+
+@gluon.jit
+def load_sums(sums, layout: gl.constexpr):
+    """Load [64] sums of all parts."""
+    LENGTH: gl.constexpr = sums.shape[1]
+    parts = sums.index(0)
+    total = parts.slice(0, ROWS).load(layout)
+    for i in gl.static_range(ROWS, LENGTH, ROWS):
+        total += parts.slice(i, ROWS).load(layout)
+    return total
 
 
 @gluon.jit(do_not_specialize=["T", "NT"])

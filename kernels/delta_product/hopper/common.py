@@ -1,4 +1,4 @@
-"""Helpers of the Gluon kernels: TMA descriptors, spans and tiles of chunks, scalars of rows, sums."""
+"""Helpers that several Gluon kernels share: TMA descriptors, spans and tiles of chunks, scalars of rows."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fla_train.kernels.delta_product.triton import shared_heads
@@ -39,7 +39,6 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 TILE_IN_3D = gl.NVMMASharedLayout(128, 16, 3)  # the same in memory, with a dimension of one
 # Of 64 scalars in shared memory.
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # layout of several times 64 scalars
 # Lines of a table: beta, reciprocal norms; factors of k where it reads a state and where it is written, and
 # of q; cumulative gates by step and by token, and the gates as given. Without gates the last three are not
 # filled. `inside_chunk` puts sums into lines that nobody needs again.
@@ -232,13 +231,6 @@ def make_bar():
 
 
 @gluon.jit
-def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
-    """Copy a tile of k or q, with which `bar` completes."""
-    mbarrier.expect(bar, BYTES, pred=pred)
-    copy_tile(matrix, tile, bar, i_row, i_head, pred)
-
-
-@gluon.jit
 def store(pointers, values, mask, ADD: gl.constexpr):
     """Store the values; with ADD, add them to the stored values, by atomics in the L2 cache."""
     if ADD:
@@ -260,49 +252,6 @@ def store_tile(
     if WIDTH < COLUMNS:
         mask = mask & (o_c < WIDTH)[None, :]
     store(p + o_r[:, None] * STRIDE + o_c[None, :], tile.load(LAYOUT), mask, ADD)
-
-
-@gluon.jit
-def expect_values(bar_do, bar_u, bar_s, pred, BK: gl.constexpr, BV: gl.constexpr):
-    """Tell the barriers of `copy_values` what will come.
-
-    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
-    """
-    mbarrier.expect(bar_do, 2 * ROWS * BV, pred=pred)
-    mbarrier.expect(bar_u, 2 * ROWS * BV, pred=pred)
-    mbarrier.expect(bar_s, 2 * BV * BK, pred=pred)
-
-
-@gluon.jit
-def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i_s, i_head, pred):
-    """Copy dO, u and the state of a chunk and head, or tile of V; a barrier completes with each."""
-    copy_tile(do, s_do, bar_do, i_t, i_head, pred)
-    copy_tile(u, s_u, bar_u, i_m, i_head, pred)
-    copy_state(states, s_s, bar_s, i_s, pred)
-
-
-@gluon.jit
-def expect_wy(bar_wy, bar_p, pred):
-    """Tell the barriers of `copy_wy` what will come."""
-    mbarrier.expect(bar_wy, 2 * ROWS * ROWS, pred=pred)
-    mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
-
-
-@gluon.jit
-def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_head, pred):
-    """Copy T and P diag(beta) of a chunk and head, in the same way."""
-    copy_tile(p, s_p, bar_p, i_t, i_head, pred)
-    copy_tile(wy, s_wy, bar_wy, i_m, i_head, pred)
-
-
-@gluon.jit
-def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return P diag(beta) from the kept tensor, which may be at the same place; zeros past the chunk."""
-    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    b_p = s_kept.load(LAYOUT).to(gl.float32) * peak
-    s_p.store(gl.where((o_r < n_rows)[:, None], b_p, 0.0).to(DTYPE))
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -370,66 +319,3 @@ def keep_scalars(table, scalars, scale, GATED: gl.constexpr):
 @gluon.jit
 def add(a, b):
     return a + b
-
-
-@gluon.jit
-def suffix_sums(x):
-    """Sum each number and all after it."""
-    return gl.sum(x, 0) - gl.associative_scan(x, 0, add) + x
-
-
-@gluon.jit
-def widened(x):
-    """Widen to fp32, from bf16 by one instruction per number; the compiler takes two."""
-    if x.dtype == gl.bfloat16:
-        halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
-
-
-@gluon.jit
-def make_sums(parts: gl.constexpr):
-    """Allocate shared memory for 64 sums, each in several parts."""
-    return gl.allocate_shared_memory(gl.float32, [1, parts * ROWS], FLAT)
-
-
-@gluon.jit
-def in_parts(x):
-    """Return [rows, parts, columns / parts] of x [64 or 128, columns], so that a warp has whole parts."""
-    parts: gl.constexpr = 2 * ROWS // x.shape[0]
-    return gl.reshape(x, [x.shape[0], parts, x.shape[1] // parts])
-
-
-@gluon.jit
-def row_sums(x):
-    """Return sums [rows, parts] of the rows of a product of eight warps: of 64 rows two parts, else one.
-
-    Sums across warps go through shared memory, by `keep_row_sums` and `load_sums`, with a barrier in between
-    that other code needs as well.
-    """
-    return gl.sum(in_parts(x), 2)
-
-
-@gluon.jit
-def keep_row_sums(sums, parts, zero):
-    """Write the result of `row_sums`; `zero` is that of `rebuild`, since stores also keep addresses."""
-    columns = reinterpret(sums.index(zero), gl.float32, [parts.shape[1], parts.shape[0]], PARTS)
-    columns.permute((1, 0)).store(parts)
-
-
-@gluon.jit
-def keep_column_sums(sums, x, zero):
-    """Write sums of the columns of x [64, 64], of each warp's 16 rows."""
-    reinterpret(sums.index(zero), gl.float32, [4, ROWS], PARTS).store(gl.sum(gl.reshape(x, [4, 16, ROWS]), 1))
-
-
-@gluon.jit
-def load_sums(sums, layout: gl.constexpr):
-    """Load [64] sums of all parts."""
-    LENGTH: gl.constexpr = sums.shape[1]
-    parts = sums.index(0)
-    total = parts.slice(0, ROWS).load(layout)
-    for i in gl.static_range(ROWS, LENGTH, ROWS):
-        total += parts.slice(i, ROWS).load(layout)
-    return total
