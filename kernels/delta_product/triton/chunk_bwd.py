@@ -24,21 +24,63 @@ from fla_train.kernels.delta_product.triton.chunk_fwd import MIN_LOG_DECAY
 from fla_train.kernels.delta_product.triton.common import (
     KEY_TILE,
     chunk_span,
-    load_gates,
-    load_key_tiles,
     load_keys,
     load_rows,
     load_scalars,
-    load_scores,
     load_state,
     program_tile,
     sequence_span,
     store_rows,
     store_state,
     times_inverse,
-    times_keys,
 )
 from fla_train.kernels.optional_triton import tl, triton
+
+
+@triton.jit
+def load_key_tiles(
+    p, i_row, n_rows, i_h, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    BK: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Load all channels of rows of q or k as operands, in tiles that match those of `load_state`."""
+    WIDTH: tl.constexpr = min(BK, KEY_TILE)
+    b_k = ()
+    for i in tl.static_range(BK // WIDTH):
+        b_k += (load_keys(p, i_row, n_rows, i_h, i * WIDTH, H, G, K, R, WIDTH).to(OPERAND),)
+    return b_k
+
+
+@triton.jit
+def times_keys(b_s, b_k, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Return S^T K^T [BV, M] of a state and keys, each a tuple of tiles."""
+    b_y = tl.dot(b_s[0].to(OPERAND), tl.trans(b_k[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(b_s)):
+        b_y = tl.dot(b_s[i].to(OPERAND), tl.trans(b_k[i]), b_y, input_precision=PRECISION)
+    return b_y
+
+
+@triton.jit
+def load_scores(
+    p, peak, i_c, i_t, n_t, i_h,
+    H: tl.constexpr, M: tl.constexpr, BC: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Load P diag(beta) [BC, M] of a chunk, as an operand."""
+    b_p = load_rows(p + (i_t * H + i_h) * M, n_t, 0, M, H * M, BC, M)
+    if L2NORM:
+        b_p = b_p.to(tl.float32) * tl.load(peak + i_c.to(tl.int64) * H + i_h)
+    return b_p.to(OPERAND)
+
+
+@triton.jit
+def load_gates(g_cum, i_h, n_total, i_t, n_t, N: tl.constexpr, M: tl.constexpr, BC: tl.constexpr):
+    """Load cumulative log2 gates of a chunk: by Householder step [M], by token [BC], and of its last token.
+
+    Rows past the end repeat the last token, so that no difference of gates is positive (0 * 2^large is NaN).
+    """
+    p_g = g_cum + i_h.to(tl.int64) * n_total + i_t
+    b_gm = tl.load(p_g + tl.minimum(tl.arange(0, M) // N, n_t - 1))
+    b_gt = tl.load(p_g + tl.minimum(tl.arange(0, BC), n_t - 1))
+    return b_gm, b_gt, tl.load(p_g + n_t - 1)
 
 
 @triton.jit
