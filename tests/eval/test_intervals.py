@@ -23,6 +23,7 @@ def test_documents_of_unequal_length_by_leaving_each_out() -> None:
     left = [np.delete(sums, i).sum() / np.delete(weights, i).sum() for i in range(5)]
     expected = math.sqrt(4 / 5 * sum((value - found.value) ** 2 for value in left))
     assert found.value == pytest.approx(145 / 45) and found.stderr == pytest.approx(expected)
+    assert mean(np.append(sums, 0), np.append(weights, 0)) == found  # a document without targets
 
 
 @pytest.mark.parametrize("weights", [[1, 10, 2, 30, 2], [7, 7, 7, 7], [1, 1000], list(range(1, 60))])
@@ -68,6 +69,8 @@ def test_bits_per_byte() -> None:
     for targets in ([100, 25], [10, 90]):
         estimate = Estimate.of(nats, np.array(targets), np.array([400, 100]), 2)
         assert estimate.bits.value == pytest.approx(1100 / 500)
+        loss, shown = estimate.mean, estimate.values()["perplexity"]
+        assert shown.stderr == pytest.approx(loss.stderr * math.exp(loss.value))  # of a small change
 
 
 @pytest.mark.parametrize("count", [16, 128])
