@@ -182,17 +182,15 @@ def test_doubtful_comparisons_are_warned_of() -> None:
         assert expected in text
 
 
-def write_run(folder: Path, values: dict, *, skips: int = 0) -> None:
-    """A run whose last step has these values, finished unless it ends with skipped steps."""
-    for name in ("hf/step-0000004", "plots")[: 0 if skips else 2]:
+def write_run(folder: Path, values: dict, *, skips: tuple[int, ...] = (0, 0, 0, 0)) -> None:
+    """A run whose last step has these values, finished unless some of the `skips` up to each step."""
+    for name in ("hf/step-0000004", "plots")[: 0 if any(skips) else 2]:
         (folder / name).mkdir(parents=True)
         (folder / name / "loss.png").touch()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("trainer: {max_steps: 4, max_skipped_steps: 3}")
-    records = [
-        {"step": step, "tokens": step, "skipped_steps": max(0, step - 4 + skips)} for step in (1, 2, 3)
-    ]
-    records.append({"step": 4, "tokens": 4, "loss": 1.0, "skipped_steps": skips, **values})
+    records = [{"step": step, "tokens": step, "skipped_steps": n} for step, n in enumerate(skips, 1)]
+    records[-1] |= {"loss": 1.0, **values}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -207,10 +205,10 @@ def test_rates_that_diverge_and_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(runs.sweep()) == 2 * 3 + 2 * 2 and not runs.seeds()
     for rate, loss in ((0.1, 2.0), (0.2, 1.0)):
         write_run(tmp_path / f"a/lr-{rate}/seed-0", {"validation_loss": loss})
-        write_run(tmp_path / f"b/lr-{rate}/seed-0", {"validation_loss": loss})
+        write_run(tmp_path / f"b/lr-{rate}/seed-0", {"validation_loss": 3 - loss})
         write_run(tmp_path / f"a/S5/seed-{loss - 1:.0f}", {"accuracy": rate})
-    write_run(tmp_path / "a/lr-0.3/seed-0", {}, skips=3)
-    write_run(tmp_path / "b/lr-0.3/seed-0", {}, skips=2)
+    write_run(tmp_path / "a/lr-0.3/seed-0", {}, skips=(0, 1, 2, 3))
+    write_run(tmp_path / "b/lr-0.3/seed-0", {}, skips=(1, 2, 2, 3))  # not three in a row
     states = [runs.sweep()[f"{model}/lr-0.3/seed-0"].status() for model in "ab"]
     assert states == ["diverged", "stopped"]
     assert [*runs.seeds()] == ["a/lr-0.2/seed-0", "a/lr-0.2/seed-1"]
@@ -218,9 +216,9 @@ def test_rates_that_diverge_and_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
     table = pd.read_csv(tmp_path / "table.csv").set_index(["model", "metric"])
     assert table.loc["a", "S5 accuracy"].value == pytest.approx(0.15)
     # The stopped run of b is left, so its rate is that of the runs that have finished.
-    assert table.loc["b", "validation loss"][["learning_rate", "value"]].tolist() == [0.2, 1.0]
+    assert table.loc["b", "validation loss"][["learning_rate", "value"]].tolist() == [0.1, 1.0]
     text = (tmp_path / "table.md").read_text()
-    assert "diverged at learning rate 0.3" in text and "edge" not in text and "4 runs" in text
+    assert "diverged at learning rate 0.3" in text and text.count("edge") == 1 and "4 runs" in text
     # Another request must not use the runs that have started; others may be added.
     runs.record_overrides()
     config.learning_rates.append(0.4)
@@ -231,7 +229,7 @@ def test_rates_that_diverge_and_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "table.csv").unlink()
     runs.report(left=6)
     table = pd.read_csv(tmp_path / "table.csv").set_index(["model", "metric"])
-    assert [table.loc[model, "validation loss"].learning_rate for model in "ab"] == [0.2, 0.2]
+    assert [table.loc[model, "validation loss"].learning_rate for model in "ab"] == [0.2, 0.1]
     config.tokens = 8
     with pytest.raises(ValueError, match=r"max_tokens=4, trainer\.max_tokens=8"):
         Comparison(config, tmp_path, prepare=False).record_overrides()
