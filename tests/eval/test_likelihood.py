@@ -9,7 +9,12 @@ from fla_train.eval.likelihood import log_likelihoods
 from tests.eval.conftest import short_of_memory
 
 Request = tuple[list[int], list[int]]
-WINDOW = {"attn": {"layers": [1], "num_heads": 2, "window_size": 5}}
+GLOBAL = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2}
+WINDOW = {
+    "layer_types": ["linear_attention", "sliding_attention"],
+    "num_attention_heads": 2,
+    "sliding_window": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +52,14 @@ def test_200_requests_equal_a_direct_computation(kind, build_model, requests) ->
     settings = {
         "recurrent": {},
         "no convolution": {"use_short_conv": False, "use_forget_gate": False},
-        "global attention": {"attn": {"layers": [1], "num_heads": 2}},
+        "global attention": GLOBAL,
         "window": WINDOW,
     }[kind]
     model = build_model(**({"initializer_range": 0.3} | settings)).double().eval()
     few = requests if kind == "recurrent" else requests[:60]
     expected = direct(model, few, max_length=60)
     # Padding on the left shifts the angles of RoPE, which are fp32.
-    digits = 1e-5 if "attn" in settings else 1e-9
+    digits = 1e-5 if model.config.attention_layers else 1e-9
     for batch_tokens in (1, 300, 5000):
         found = log_likelihoods(model, few, max_length=60, batch_tokens=batch_tokens)
         assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=digits)

@@ -43,9 +43,8 @@ def test_the_limit_is_the_most_that_can_be_read(name: str) -> None:
 def test_others_have_none(build_model) -> None:
     llama = built("llama")
     ours = build_model(max_position_embeddings=LIMIT)
-    hybrid = build_model(
-        max_position_embeddings=LIMIT, attn={"layers": [1], "num_heads": 2, "num_kv_heads": 2}
-    )
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2}
+    hybrid = build_model(max_position_embeddings=LIMIT, **kinds)
     for model in (llama, ours, hybrid):
         assert position_limit(model.eval()) is None
         with torch.no_grad():
