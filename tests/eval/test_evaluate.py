@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from fla_train.data.config import DataConfig, TokenizerConfig
 from fla_train.data.prepare import prepare
+from fla_train.data.tokenize import is_held_out
 from fla_train.eval import documents as documents_module
 from fla_train.eval import perplexity_sweep as sweep_module
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
@@ -114,7 +115,8 @@ def test_text_that_is_added_after_the_training_changes_no_validation_split(tmp_p
     OmegaConf.save(OmegaConf.create({"data": OmegaConf.structured(data)}), run / "config.yaml")
     (run / "plan.json").write_text(json.dumps({"data_folder": str(prepared.folder)}))
     tokenizer = prepared.tokenizer()
-    expected = [document.tolist() for document in validation_documents(prepared)]
+    held_out = [text for text in TEXTS if text and is_held_out(text.encode(), 0.5)]
+    expected = [tokenizer.encode(text, add_special_tokens=False) for text in held_out]
     with corpus.open("a") as file:
         file.writelines(json.dumps({"text": f"zebra quartz {i} " * 9}) + "\n" for i in range(60))
     found = validation_documents(run_data(run, tokenizer))

@@ -91,15 +91,23 @@ def test_logits_equal_the_equations(build, tokens, variant, backend):
 def test_padding_on_either_side_changes_nothing(build, tokens, variant):
     model = build(variant)
     lengths = [19, 11, 4]
-    alone = [model(row[None, :n]).logits[0] for row, n in zip(tokens, lengths, strict=True)]
+    outputs = [model(row[None, :n], use_cache=True) for row, n in zip(tokens, lengths, strict=True)]
+    alone = [output.logits[0] for output in outputs]
     mask = torch.arange(19)[None, :] < torch.tensor(lengths)[:, None]
     right = torch.where(mask, tokens, 0)
     left = torch.stack([row.roll(19 - n) for row, n in zip(right, lengths, strict=True)])
-    padded_right = model(right, attention_mask=mask.long()).logits
-    padded_left = model(left, attention_mask=mask.flip(1).long()).logits
+    padded_right = model(right, attention_mask=mask.long(), use_cache=True)
+    padded_left = model(left, attention_mask=mask.flip(1).long(), use_cache=True)
     for i, n in enumerate(lengths):
-        torch.testing.assert_close(padded_right[i, :n], alone[i], **EXACT)
-        torch.testing.assert_close(padded_left[i, 19 - n :], alone[i], **EXACT)
+        torch.testing.assert_close(padded_right.logits[i, :n], alone[i], **EXACT)
+        torch.testing.assert_close(padded_left.logits[i, 19 - n :], alone[i], **EXACT)
+        for padded in (padded_right, padded_left):
+            for layer, expected in zip(
+                *(x.past_key_values.layers for x in (padded, outputs[i])), strict=True
+            ):
+                if isinstance(layer, LinearAttentionLayer):
+                    state, other = layer.recurrent_states[0][i], expected.recurrent_states[0][0]
+                    torch.testing.assert_close(state, other, **EXACT)
 
 
 @every_variant
