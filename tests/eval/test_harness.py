@@ -1,5 +1,6 @@
 """The lm-eval bridge against plain HFLM, against direct computations, and on tasks with known scores."""
 
+import copy
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
 
 from fla_train.eval.harness import FlaTrainLM
 from fla_train.hub.card import CardInfo
@@ -72,6 +74,12 @@ def test_generation_in_halves_when_memory_is_short(model, tokenizer, monkeypatch
 
 
 def test_defaults_are_those_the_checkpoint_was_trained_with(tokenizer, scholar, tmp_path) -> None:
+    tokenizer = copy.deepcopy(tokenizer)  # adds a BOS, as Llama's does
+    bos = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos[0]} $A", special_tokens=[bos]
+    )
+    assert tokenizer.encode("ab")[0] == bos[1]
     folder = export_model(scholar, tokenizer, tmp_path / "run/hf/step-0000001", CardInfo(seq_len=48))
     lm = get_model("fla_train")(pretrained=str(tmp_path / "run"), device="cpu")
     assert isinstance(lm, FlaTrainLM) and lm.model.config.name_or_path == str(folder)

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig, set_name
-from fla_train.eval.documents import pack_documents, recut_sequences
+from fla_train.eval.documents import longest_documents, pack_documents, recut_sequences
 from fla_train.eval.perplexity import loss_table
 from fla_train.eval.run import evaluate
 from fla_train.eval.sets import PAPER_SETS, hub_documents
@@ -101,6 +101,13 @@ def test_all_of_the_documents_are_cut_to_the_longest_length_of_which_there_are_e
     assert sizes([32, 62, 63, 64, 2048]) == {(32, 63)}  # 32 of 64 would be 2,048
     assert sizes([32, 500], min_length=500) == {(4, 500)}
     assert sizes([500, 900], min_length=4) == {(4, 500)}
+
+
+def test_the_longest_documents_have_a_token_of_context_more_than_targets() -> None:
+    documents = [np.arange(size) for size in (3, 9, 4, 8)]
+    for count, sizes in ((2, [5, 5]), (None, [5, 5, 4, 3])):
+        found = longest_documents(iter(documents), count, 4, None, progress=False)
+        assert [document.tolist() for document in found] == [[*range(size)] for size in sizes]
 
 
 def test_cutting_again_is_as_packing_to_that_length() -> None:

@@ -1,5 +1,6 @@
 """Attention layers against a dense mask in fp64 and transformers' Llama and Mistral; memory and FLOPs."""
 
+import math
 from functools import partial
 
 import pytest
@@ -190,3 +191,13 @@ def test_no_mask_of_all_pairs_is_made(monkeypatch, layout):
         if layout != "packed":
             model.eval().generate(tokens, **inputs, max_new_tokens=2, pad_token_id=0)
     assert largest.elements < length**2 / 2
+
+
+def test_rotary_angles_are_exact_far_from_the_start():
+    """As differences in fp64; fp32 would be off by 0.002."""
+    config = config_of("full_attention", hidden_size=64)
+    context = SequenceContext.build(config, torch.zeros(1, 40_001, 1))
+    channels = context.cos.shape[1]
+    angles = [40_000 * 10_000 ** (-i / channels) for i in range(channels)]
+    for found, function in ((context.cos, math.cos), (context.sin, math.sin)):
+        assert found[-1].tolist() == pytest.approx([function(angle) for angle in angles], abs=1e-6)
