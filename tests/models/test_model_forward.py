@@ -242,3 +242,11 @@ def test_a_model_in_bf16_trains_and_decodes(build, tokens, variant, backend):
             error = (torch.cat(pieces, 1) - whole.logits[:, length:]).abs().max()
             assert error <= 0.1 * whole.logits.abs().max()  # 0.05 is rounding to bf16, by other kernels
         assert half.generate(tokens[:, :5], max_new_tokens=3, pad_token_id=0).shape == (3, 8)
+
+
+@pytest.mark.parametrize(("wide", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_the_residual_stream_stays_wide_under_autocast_unless_asked(build, tokens, wide, dtype):
+    model = build(residual_in_fp32=wide).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        *stream, normed = model(tokens, output_hidden_states=True).hidden_states
+    assert {x.dtype for x in stream} == {dtype} and normed.dtype == torch.bfloat16

@@ -209,6 +209,11 @@ def test_flops_are_those_of_torchs_counter(name: str) -> None:
     assert found.projections == pytest.approx(sum(products.values()))
     attention = sum(c[bmm] for key, c in counts.items() if key.endswith("self_attn")) / length
     assert found.attention == pytest.approx(attention * (length + 1) / (2 * length))
+    if name == "llama":
+        with FlopCounterMode(display=False) as trained:
+            model(torch.zeros(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+        ratio = trained.get_total_flops() / counter.get_total_flops()
+        assert found.training == pytest.approx(ratio * (found.projections + found.attention))
 
     layers, heads, k, v, reads_first = RECURRENT.get(name, (0, 0, 0, 0, False))
     state, key, value = torch.ones(heads, k, v), torch.ones(heads, 1, k), torch.ones(heads, 1, v)
