@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import sys
@@ -212,14 +211,13 @@ def train_until_it_fails(plan: Path) -> tuple[str, bool]:
     return describe_failure(failure.value)
 
 
-class FirstIsNaN(Callback):
-    """Makes the gradient of the first step NaN."""
+class FirstIsSpike(Callback):
+    """Makes the loss of the first step a spike: before it, 200 losses seem to have been near 0."""
 
     def before_step(self, step, micro_batches):
-        self.factor = math.nan if step == 1 else 1.0
-
-    def after_loss(self, total, outputs, batch, divisor):
-        return total * self.factor
+        losses = torch.tensor([200, 0, 1e-4] if step == 1 else [0, 0, 0], dtype=torch.float64)
+        if step < 3:
+            self.trainer.bad_steps.load_state_dict([{"losses": losses}])
 
 
 def test_a_diverging_run_stops_with_one_line_which_is_final(make_config, warm_ranks, tmp_path, monkeypatch):
@@ -230,13 +228,14 @@ def test_a_diverging_run_stops_with_one_line_which_is_final(make_config, warm_ra
             warm_ranks.run(1, train_until_it_fails, Path(arguments[-1]))
         ),
     )
-    more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3", f"trainer.callbacks=[{__name__}:FirstIsNaN]"]
+    more = ["optimizer.lr=1e30", "trainer.max_skipped_steps=3", "trainer.spike_deviations=9"]
+    more += [f"trainer.callbacks=[{__name__}:FirstIsSpike]"]
     launch(make_config(f"run.dir={tmp_path / 'run'}", *more))
     ((line, final),) = found
     assert final and " 3 steps " in line and "optimizer.lr" in line
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     assert [r["skipped_steps"] for r in records] == [1, 1, 2, 3, 4]
-    assert [r["grad_norm"] is None for r in records] == [True, False, True, True, True]
+    assert [r["grad_norm"] is None for r in records] == [False, False, True, True, True]
 
 
 @pytest.mark.gpu
