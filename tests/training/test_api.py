@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+import numpy as np
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
@@ -53,6 +54,16 @@ def test_the_page_runs_from_top_to_bottom(warm_ranks, tmp_path, monkeypatch, cap
     with pytest.raises(ValueError, match="12, 24"):
         run.model(13)
     assert (tmp_path / "loss.png").is_file()
+
+
+@pytest.mark.parametrize("task", [[], ["experiment=state_tracking/s3", "scale=cpu"]])
+def test_a_seed_draws_weights_and_sequences(make_config: Make, task: list[str]) -> None:
+    compose = fla_train.compose if task else make_config
+    configs = [compose(*task, f"seed={seed}") for seed in (0, 0, 1)]
+    weights = [fla_train.build_model(config).get_input_embeddings().weight for config in configs]
+    data = [fla_train.build_data(config).sequences(np.arange(4)) for config in configs]
+    for one, same, other in (weights, data):
+        assert torch.equal(one, same) and not torch.equal(one, other)
 
 
 def test_errors_are_raised_and_hydra_of_the_caller_stays(make_config: Make, tmp_path: Path) -> None:
