@@ -67,12 +67,13 @@ def test_greedy_continuations_are_those_of_transformers(run, tmp_path, run_comma
 
 def test_a_seed_determines_the_sampled_text(run: Path, capsys: pytest.CaptureFixture) -> None:
     generate.register()
-    texts = []
-    for seed in (1, 1, 2):
-        sampling = [f"checkpoint={run}", f"seed={seed}", "max_new_tokens=20", "top_k=50", "top_p=0.9"]
+    texts, wide = [], ["top_k=50", "top_p=0.9"]
+    narrow = [["temperature=0"], ["temperature=1e-4"], ["top_k=1"], ["top_p=1e-6"]]  # all of them greedy
+    for seed, options in [(1, wide), (1, wide), (2, wide), *enumerate(narrow)]:
+        sampling = [f"checkpoint={run}", f"seed={seed}", "max_new_tokens=20", *options]
         assert generate.task(app.Job(app.compose("generate", sampling))) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
+    assert texts[0] == texts[1] != texts[2] and len({*texts[3:]}) == 1
 
 
 def test_any_text_and_path_pass_through_hydra() -> None:

@@ -21,6 +21,7 @@ from fla_train.training import checkpoint
 from fla_train.training.config import OptimizerConfig, TrainConfig
 from fla_train.training.engine import build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
+from fla_train.training.model import other_weights
 from fla_train.training.optimizer import check_elementwise, make_schedule, parameter_groups
 from fla_train.utils.records import read_metrics
 
@@ -199,6 +200,14 @@ def test_a_custom_optimizer_takes_the_steps_of_plain_pytorch(make_config, warm_r
         assert result["losses"] == pytest.approx(plain["losses"], rel=1e-2)
         assert result["losses"][:2] == pytest.approx(plain["losses"][:2], rel=1e-3)
         assert result["poisoned_skipped"] and result["poisoned_unchanged"] and result["healthy_changed"]
+
+
+def test_the_weights_come_back_after_an_export_of_others():
+    layer, zeros = torch.nn.Linear(2, 2), torch.zeros(2, 2)
+    before = layer.weight.detach().clone()
+    with other_weights(layer, {"weight": zeros}):
+        assert torch.equal(layer.weight, zeros)
+    assert torch.equal(layer.weight, before)
 
 
 class Normalized(torch.optim.SGD):
