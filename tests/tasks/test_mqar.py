@@ -92,3 +92,12 @@ def test_settings_that_give_no_task() -> None:
         MQAR([MQARSetting(64, 17)])
     with pytest.raises(ValueError, match="too few keys"):
         MQAR([MQARSetting(64, 16)], vocab_size=32)
+
+
+def test_gaps_follow_the_power_law() -> None:
+    """Of a lone pair: gap g = 1 .. 31 with a probability in proportion to g^(power - 1)."""
+    for power in (0.01, 1.0):
+        labels = MQAR([(64, 1)], power=power, seed=5).batch(range(8000)).labels
+        gaps = (labels != IGNORE).int().argmax(1).numpy() // 2
+        law = np.arange(1, 32) ** (power - 1)
+        assert np.bincount(gaps, minlength=32)[1:] / 8000 == pytest.approx(law / law.sum(), abs=0.02)
