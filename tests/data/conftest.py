@@ -35,7 +35,7 @@ def documents():
 
 
 def quiet(config, log=lambda line: None, **given):
-    """`prepare` without progress."""
+    """`prepare` without log lines."""
     return prepare(config, log=log, **given)
 
 

@@ -46,9 +46,9 @@ class Statistics(Callback):
         context = self.trainer.mesh.context
         # Each rank has seen only its columns of the sequence.
         if context is not None and self._gates:
-            parts = torch.stack(list(self._gates.values()))
-            context.add_up(parts)
-            self._gates = dict(zip(self._gates, parts.unbind(), strict=True))
+            sums = torch.stack(list(self._gates.values()))
+            context.add_up(sums)
+            self._gates = dict(zip(self._gates, sums.unbind(), strict=True))
         masters = self._masters()
         for old, master in zip(self._before, masters, strict=True):
             old.sub_(master.detach())

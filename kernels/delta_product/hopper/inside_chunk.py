@@ -84,8 +84,8 @@ def score_gradients(
         b_da *= gl.exp2(gl.where(lower, gm_r[:, None] - gm_c[None, :], 0.0))
     b_da, b_dp = gl.where(lower, b_da, 0.0), gl.where(seen, b_dp, 0.0)
     beta_r, beta_c = table[BETA].load(ROW), table[BETA].load(COLUMN)
-    s_da.store((b_da * beta_c[None, :]).to(s_da.dtype))
     s_dp.store((b_dp * beta_r[:, None]).to(s_dp.dtype))
+    s_da.store((b_da * beta_c[None, :]).to(s_da.dtype))
     fence_async_shared()
     return b_da, b_dp
 
