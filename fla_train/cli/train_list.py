@@ -71,8 +71,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that trains several runs."""
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: runs/ and the file's name)")
     parser.add_argument("--gpus", metavar="N,N", help="GPUs to use (default: all; none: the CPU)")
-    seconds = f"end after so many; the last {GRACE:.0f} are for checkpoints"
-    parser.add_argument("--seconds", type=float, default=float("inf"), help=seconds)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help=f"time limit; the last {GRACE:.0f} are for saving"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their state, train nothing")
 
 

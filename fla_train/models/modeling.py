@@ -399,7 +399,7 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
         cache_for(model_kwargs.get(CACHE_NAME), self.config, False, device)
 
     def _get_static_cache_init_shape(self) -> None:
-        """Let the first pass size a static cache: `config.head_dim` is that of the recurrence."""
+        """Return None, so that the first pass sizes a static cache; `config.head_dim` is the recurrence's."""
 
     def _prefill(
         self,

@@ -186,7 +186,7 @@ def _empty_matrix(
 
 
 def _torch_cast(x: Tensor, out: Float8Matrix) -> None:
-    """Fill `out` with x and, if it has a place, the transpose."""
+    """Fill `out` with x and, if `out` has one, its transpose."""
     scale, inverse = scale_of(x.abs().amax(), out.data.dtype)
     out.data.copy_(x.bfloat16() * scale)
     out.inverse.copy_(inverse)

@@ -32,8 +32,8 @@ COLORS |= {"heads of 64": family_color("DeltaProduct"), "heads of 128": "#00335c
 COLORS |= dict.fromkeys(("DeltaNet, 5 layers", "DeltaNet [0, 1], 5 layers"), COLORS["5 layers"])
 DASHED = r"DeltaNet, 5 layers|Llama \(|RetNet|sliding windows|passing"
 DOTTED = r"\[0, 1\]|global attention|QK-norm|hybrid|contiguous|DeltaProduct_3"
-# Accuracy of guessing at random: one of 4,096 values, one of 8 letters of values, one of 18 symbols (two are
-# allowed on average). Then that of guessing the most frequent symbol so far, which tests/tasks measures.
+# Accuracy of a random guess: 4,096 values, 8 letters of values, 18 symbols of which two are right on average.
+# Then that of guessing the most frequent symbol so far, measured in tests/tasks.
 GUESSES = {"width 128": [1 / 4096], "fuzzy recall": [1 / 8, 0.185], "accuracy": [1 / 9, 0.49]}
 # Results of the seeds, by row and column of a table.
 Cells = dict[str, dict[str, list[dict[str, Any]]]]
@@ -367,7 +367,7 @@ def loss_by_size(name: str) -> None:
 
 
 def learning_rates(name: str) -> None:
-    """Draw the losses of recipe=best by learning rate: a circle for each seed, a line for their median."""
+    """Draw the losses of recipe=best by learning rate, a circle for each seed and a line through medians."""
     losses: dict[str, dict[float, list[float]]] = {}
     for run in read("recipes-50m-seeds.json")["runs"]:
         if run["complete"] and run.get("difference") in (None, "Muon in batches"):

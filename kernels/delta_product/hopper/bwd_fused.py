@@ -84,9 +84,9 @@ def copy_rows(matrix, tile, bar, i_row, i_head, pred, BYTES: gl.constexpr):
 
 @gluon.jit
 def expect_values(bar_do, bar_u, bar_s, pred, BK: gl.constexpr, BV: gl.constexpr):
-    """Tell the barriers of `copy_values` what will come.
+    """Announce the bytes of `copy_values` to its barriers.
 
-    Before a barrier of all threads: the compiler has them meet between this and the copies in any case.
+    Call it before a barrier of all threads: the compiler puts one between this and the copies in any case.
     """
     mbarrier.expect(bar_do, 2 * ROWS * BV, pred=pred)
     mbarrier.expect(bar_u, 2 * ROWS * BV, pred=pred)
@@ -103,14 +103,14 @@ def copy_values(do, u, states, s_do, s_u, s_s, bar_do, bar_u, bar_s, i_m, i_t, i
 
 @gluon.jit
 def expect_wy(bar_wy, bar_p, pred):
-    """Tell the barriers of `copy_wy` what will come."""
+    """Announce the bytes of `copy_wy` to its barriers."""
     mbarrier.expect(bar_wy, 2 * ROWS * ROWS, pred=pred)
     mbarrier.expect(bar_p, 2 * ROWS * ROWS, pred=pred)
 
 
 @gluon.jit
 def copy_wy(wy, p, s_wy, s_p, bar_wy, bar_p, i_m, i_t, i_head, pred):
-    """Copy T and P diag(beta) of a chunk and head, in the same way."""
+    """Copy T and P diag(beta) of a chunk and head; a barrier completes with each."""
     copy_tile(p, s_p, bar_p, i_t, i_head, pred)
     copy_tile(wy, s_wy, bar_wy, i_m, i_head, pred)
 
@@ -127,13 +127,13 @@ def make_operand(s_kept, s_p, n_rows, peak, DTYPE: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def suffix_sums(x):
-    """Sum each number and all after it."""
+    """Return suffix sums: each number plus all after it."""
     return gl.sum(x, 0) - gl.associative_scan(x, 0, add) + x
 
 
 @gluon.jit
 def widened(x):
-    """Widen to fp32, from bf16 by one instruction per number; the compiler takes two."""
+    """Convert to fp32; from bf16 with one instruction per number, where the compiler emits two."""
     if x.dtype == gl.bfloat16:
         halves: gl.constexpr = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
         return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], gl.float32, is_pure=True, pack=2)

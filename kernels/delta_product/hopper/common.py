@@ -123,7 +123,7 @@ def _padded(width: int) -> int:
 
 @gluon.constexpr_function
 def accumulator(columns, num_warps, down=4):
-    """Return the layout of a matrix product of so many columns, 16 rows in each of `down` warps."""
+    """Return the layout of a matrix product with `columns` columns; `down` warps take 16 rows each."""
     instruction = [16, columns * down // num_warps, 16]
     return gl.NVMMADistributedLayout([3, 0], [down, num_warps // down], instruction)
 
@@ -181,7 +181,7 @@ def copy_tile(matrix, tile, bar, i_row, i_head, pred):
 
 @gluon.jit
 def copy_state(matrix, tile, bar, i_state, pred):
-    """Copy a state, of as many rows as the block; in three dimensions a block has one."""
+    """Copy state `i_state`: a block of rows in 2D, or one entry of the first dimension in 3D."""
     copy_tile(matrix, tile, bar, i_state * matrix.block_shape[0], 0, pred)
 
 
@@ -256,7 +256,7 @@ def store_tile(
 
 @gluon.jit
 def make_lines(count: gl.constexpr):
-    """Allocate lines of 64; of one array the compiler would have each store wait for the one before."""
+    """Allocate lines of 64. In one array each store would wait for the one before."""
     lines = ()
     for _ in gl.static_range(count):
         lines += (gl.allocate_shared_memory(gl.float32, [ROWS], FLAT),)

@@ -69,7 +69,7 @@ def by_state(b_dk, b_y, b_dq, s_k, s_q, write, read, query, beta, LAYOUT: gl.con
 def score_gradients(
     b_da, b_dp, s_da, s_dp, table, n_m, n_t, scale, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Return dA' and dP' [64, 64] without beta, of dV u^T and u dO^T. Store them with it, as operands."""
+    """Return dA' and dP' [64, 64] without beta, from dV u^T and u dO^T; store them with beta as operands."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     o_r, o_c = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, COLUMN)
