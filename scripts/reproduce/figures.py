@@ -202,14 +202,13 @@ def recall(name: str) -> None:
 
 def mqar(name: str) -> None:
     """Draw the accuracy on MQAR against the steps of the whole recipe, by width."""
-    lines = {"width 128, mixture": "-.", "width 64": ":", "width 128": "--", "width 256": "-"}
+    lines = {"width 128, mixture": "-.", "width 64": ":", "width 128": "--", "width 256": "-", "width 512": "o-"}
     with figure(name, (3.8, 2.6)) as (panel,):
         for label, style in lines.items():
             tests = read("paper-recipes.json")["runs"][f"MQAR without convolutions, {label}"]["tests"]
             y = [test["train_setting/accuracy"] for test in tests]
-            panel.plot(
-                [test["step"] for test in tests], y, style, color=look("DeltaNet")["color"], label=label
-            )
+            x = [test["step"] for test in tests]
+            panel.plot(x, y, style, markersize=3, color=look("DeltaNet")["color"], label=label)
         panel.axvline(5000, color="0.3", linewidth=1.2, label="fast recipe, no mixture")
         panel.set(xlabel="training steps; one seed", ylabel="accuracy (chance: 1/4,096)")
         panel.xaxis.set_major_formatter("{x:,.0f}")
