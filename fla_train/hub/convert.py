@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 
 from fla_train.hub.card import CardInfo
-from fla_train.hub.checkpoint_config import config_content, one_line_errors, read_training_record
+from fla_train.hub.checkpoint_config import (
+    config_content,
+    has_tokenizer,
+    one_line_errors,
+    read_training_record,
+)
 from fla_train.hub.checksums import visible_files
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
@@ -57,8 +62,7 @@ def convert_export(
     if format != stored and not isinstance(model.config, DeltaProductConfig):
         raise ValueError(f"{source} is a {model.config.model_type}: format= needs a DeltaProduct model")
     card = CardInfo(**{"name": public_name(str(source)), **read_training_record(source)})
-    without = local and not any(source.glob("tokenizer*"))  # a model of a synthetic task
-    tokenizer = None if without else load_checkpoint_tokenizer(source, model.config)
+    tokenizer = load_checkpoint_tokenizer(source, model.config) if has_tokenizer(source) else None
     plots = [source / n for n in visible_files(source) if re.fullmatch(r"[^/]*\.png", n)] if local else ()
     dtype = dtype or model.dtype
     return export_model(model, tokenizer, folder, card, dtype=dtype, format=format, plots=plots)

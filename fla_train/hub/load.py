@@ -11,6 +11,7 @@ from fla_train.hub.checkpoint_config import (
     class_was_chosen,
     config_content,
     find_translation,
+    has_tokenizer,
     one_line_errors,
     read_training_record,
     resolve_checkpoint,
@@ -103,7 +104,7 @@ def load_checkpoint_tokenizer(
         with one_line_errors(source):
             return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code)
     except ValueError as failure:
-        if isinstance(source, Path) and not any(source.glob("tokenizer*")):
+        if not has_tokenizer(source):
             reason = "has no tokenizer, which only suite=expressivity permits: save one there"
             raise ValueError(f"{source} {reason}") from failure
         raise

@@ -3,13 +3,17 @@
 Importing this module imports no models, which would cost the launcher seconds.
 """
 
-from pathlib import Path
 from typing import Any
 
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.card import recorded_config
-from fla_train.hub.checkpoint_config import read_config, read_training_record, resolve_checkpoint
+from fla_train.hub.checkpoint_config import (
+    has_tokenizer,
+    read_config,
+    read_training_record,
+    resolve_checkpoint,
+)
 from fla_train.models.build import TOKEN_IDS, is_zoo, model_node, model_settings
 from fla_train.models.settings import FREE_FIELDS
 from fla_train.training.config import TrainConfig
@@ -29,10 +33,7 @@ def architecture(source: str) -> dict[str, Any]:
 def tokenizer_source(source: str) -> str | None:
     """Return `data.tokenizer.name` for a run that starts from `source`, or None without a tokenizer."""
     model = resolve_checkpoint(source)
-    # A model of a synthetic task has no tokenizer.
-    if isinstance(model, Path) and not any(model.glob("tokenizer*")):
-        return None
-    return str(model)
+    return str(model) if has_tokenizer(model) else None
 
 
 def batch_sizes(source: str) -> dict[str, Any]:
