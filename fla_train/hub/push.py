@@ -35,8 +35,6 @@ def push(
     license: str | None = None,
     language: str | None = None,
     origin: str | Path | None = None,
-    token: str | None = None,
-    endpoint: str | None = None,
 ) -> str:
     """Create the model repository if it is new, upload `folder` as one commit, and return its address.
 
@@ -52,8 +50,6 @@ def push(
         license: for the card, a licence name of the Hub such as `apache-2.0`.
         language: for the card, a code such as `en`.
         origin: the export that `folder` was made from; messages name it, and the card shows its evaluations.
-        token: access token; None: the one from `hf auth login` or HF_TOKEN.
-        endpoint: address of the Hub; None: the client's default.
 
     Raises:
         ValueError: `repo_id` is not a valid name, the token is missing, a file of `folder` is damaged, or the
@@ -63,13 +59,13 @@ def push(
     folder = Path(folder)
     origin = Path(origin or folder)
     require_valid(HubRepository(repo_id), "hub.")
-    token = token or get_token()
+    token = get_token()
     if token is None:
         raise ValueError(f"{NO_TOKEN}; the model is safe in {origin}")
     if damage := find_export_damage(folder):
         raise ValueError(f"{folder}/{damage}: {REMEDY}")
     contents: dict[str, Path | bytes] = {file: folder / file for file in visible_files(folder)}
-    api = HfApi(endpoint=endpoint, token=token)
+    api = HfApi(token=token)
     try:
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:

@@ -206,13 +206,14 @@ def test_every_file_but_the_card_has_its_checksum(export: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut, change])
-def test_damaged_weights_are_named(damage, export: Path, tmp_path: Path) -> None:
+def test_damaged_weights_are_named(damage, export: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
     weights = export / "model.safetensors"
     damage(weights)
     assert find_export_damage(export).startswith(weights.name)
     assert str(weights) in refusal(copy_export, export, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
-    assert str(weights) in refusal(push, export, "user/tiny", token="hf_test", endpoint="http://127.0.0.1:9")
+    assert str(weights) in refusal(push, export, "user/tiny")
     assert str(weights) in refusal(load_model, export)
 
 
@@ -231,8 +232,9 @@ def test_the_cards_code_runs(data: str, small_model, tokenizer, tmp_path: Path) 
     assert data == "task" or names["ids"][0, 0] == tokenizer.eos_token_id  # as before documents in training
 
 
-def test_links_out_of_an_export_are_not_followed(export: Path, tmp_path: Path) -> None:
+def test_links_out_of_an_export_are_not_followed(export: Path, tmp_path: Path, monkeypatch) -> None:
     """To a file or a folder. Links in the Hub's cache lead to its blobs."""
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
     snapshot = tmp_path / "snapshots/commit"
     snapshot.parent.mkdir()
     export.rename(snapshot)
@@ -243,7 +245,7 @@ def test_links_out_of_an_export_are_not_followed(export: Path, tmp_path: Path) -
             with pytest.raises(ValueError, match=name):
                 copy(snapshot, tmp_path / "copy")
         with pytest.raises(ValueError, match=name):
-            push(snapshot, "user/model", token="hf_x")
+            push(snapshot, "user/model")
         (snapshot / name).unlink()
     (tmp_path / "blobs").mkdir()
     (snapshot / "config.json").rename(tmp_path / "blobs" / "0a")
