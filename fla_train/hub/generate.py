@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from fla_train.hub.load import document_prefix
@@ -57,16 +58,16 @@ def continue_tokens(
         stream: print prompt and text token by token; for a single row.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    width = max(map(len, rows))
-    padded = [[pad or 0] * (width - len(row)) + list(row) for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    left = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence([torch.tensor(row) for row in rows], padding_value=pad or 0, **left)  # [B, T]
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], **left)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     output = model.generate(
-        torch.tensor(padded, device=model.device),  # [B, T]
-        attention_mask=torch.tensor(mask, device=model.device),
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
         **(sampling if temperature > 0 else {"do_sample": False}),
     )
-    return output[:, width:].tolist()
+    return output[:, ids.shape[1] :].tolist()
