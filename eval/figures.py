@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from fla_train.eval.compare import long_table
-from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published
+from fla_train.eval.paper import RECALL, ZERO_SHOT, Column, published_rows
 from fla_train.eval.result import EvalResult, Score, unique
 from fla_train.eval.sets import PAPER_SETS
 from fla_train.tasks.plots import plot_accuracy
@@ -206,7 +206,7 @@ def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
     columns = _columns(results)
     if not columns:
         return False
-    rows = published()[1].values()
+    rows = published_rows().values()
     width = 0.7 / len(results)
     with grid(file, 1, 1, (max(8.0, 0.9 * len(columns)), 3.6)) as axes:
         panel = axes[0, 0]

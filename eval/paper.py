@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -70,7 +71,7 @@ def paper_table(results: Sequence[EvalResult]) -> pd.DataFrame | None:
     if not heads:
         return None
     cells = {name: {head: _cell(head, row.get(head)) for head in heads} for name, row in ours.items()}
-    rows = published()[1] | cells
+    rows = published_rows() | cells
     return pd.DataFrame([{"model": name} | {head: row[head] for head in heads} for name, row in rows.items()])
 
 
@@ -82,16 +83,16 @@ def _cell(head: str, value: float | None) -> str:
 
 
 @cache
-def published() -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the source of the rows in `published.yaml`, and the rows.
-
-    A row is called by the model, its size and its training tokens. It has the values as printed, by column.
-    """
+def published() -> dict[str, Any]:
+    """Return the content of `published.yaml`: the `source` of the rows, and `groups` of rows."""
     text = (files("fla_train.eval") / "published.yaml").read_text()
-    content = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 (strings only: 12.40 is not 12.4)
-    rows = {
+    return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 (strings only: 12.40 is not 12.4)
+
+
+def published_rows() -> dict[str, dict[str, str]]:
+    """Return the published values as printed, by row (model, size and training tokens) and column."""
+    return {
         f"{row['model']} ({group['title']})": dict(zip(HEADS, row["values"], strict=True))
-        for group in content["groups"]
+        for group in published()["groups"]
         for row in group["rows"]
     }
-    return content["source"], rows

@@ -89,7 +89,7 @@ def _markdown(
     names = ", ".join(result.name for result in results)
     lines = [f"# {results[0].suite['name']}: {names}" if len(results) == 1 else f"# {names}", ""]
     if paper is not None:
-        source = f"Rows above ours: {published()[0]}."
+        source = f"Rows above ours: {published()['source']}."
         lines += ["## The papers' columns", "", *markdown_table(paper), "", source, ""]
     for title, frame in shown.items():
         lines += [f"## {title}", "", *markdown_table(frame), ""]
