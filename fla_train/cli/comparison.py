@@ -206,8 +206,8 @@ class Comparison:
         return jobs
 
     def _training(self, chosen: Callable[[str, str, str], bool]) -> dict[str, Job]:
-        folders = {name: self.folder / name for name in self.overrides if chosen(*name.split("/"))}
-        return {n: training_job(f, self.overrides[n], partial(run_state, f)) for n, f in folders.items()}
+        names = [name for name in self.overrides if chosen(*name.split("/"))]
+        return {name: training_job(self.folder / name, self.overrides[name], run_state) for name in names}
 
     def _evaluation_state(self, output: Path) -> str:
         """Return `finished` if the evaluation is complete and has the settings of the suite."""

@@ -39,7 +39,7 @@ class Job:
     """A command that runs in a separate process, and that can be called again to continue.
 
     Attributes:
-        command: `train` or `eval`.
+        command: `train`, `eval` or `bench`.
         overrides: overrides of the command.
         folder: the command writes here; its output goes to `OUTPUT`.
         status: returns the state of `folder`: `new`, `stopped`, or one of `SKIPPED`.
@@ -97,10 +97,14 @@ def status(folder: Path) -> str:
     return Run(folder).status if (folder / "config.yaml").is_file() else "new"
 
 
-def training_job(folder: Path, overrides: Sequence[str], status: Callable[[], str]) -> Job:
-    """Return the job that trains a run as a single process, without W&B."""
+def training_job(folder: Path, overrides: Sequence[str], state_of: Callable[[Path], str] = status) -> Job:
+    """Return the job that trains a run as a single process, without W&B.
+
+    Args:
+        state_of: returns the state of the run in a folder.
+    """
     ours = [assign("run.dir", folder), "logger=none", "launch.num_processes=1", "trainer.keep_checkpoints=1"]
-    return Job("train", [*ours, *overrides], folder, status)
+    return Job("train", [*ours, *overrides], folder, partial(state_of, folder))
 
 
 def run_jobs(
@@ -213,8 +217,7 @@ def train_list(arguments: Sequence[str]) -> int:
     if request.dry_run:
         print(*(f"{status(folder / name):10} {name}  {' '.join(runs[name])}" for name in runs), sep="\n")
         return 0
-    states = {name: partial(status, folder / name) for name in runs}
-    jobs = {name: training_job(folder / name, runs[name], state) for name, state in states.items()}
+    jobs = {name: training_job(folder / name, runs[name]) for name in runs}
     failed, number = run_jobs(jobs, gpu_slots(request.gpus, request.jobs), request.seconds)
     # Without a signal, only a callback has ended a run that is left, and would end it again.
     if number is not None and any(jobs[name].status() not in SKIPPED for name in {*jobs} - {*failed}):
