@@ -112,8 +112,8 @@ def split_alphabet(alphabet: str) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: if either is empty, or a token is neither.
     """
-    digits = [int(token) for token in alphabet if token in set("01234")]
-    operators = [OPERATORS.index(token) for token in alphabet if token in set(OPERATORS)]
+    digits = [int(token) for token in alphabet if token in "01234"]
+    operators = [OPERATORS.index(token) for token in alphabet if token in OPERATORS]
     if not digits or not operators or len(digits) + len(operators) < len(alphabet):
         raise ValueError(f"alphabet={alphabet}: give one or more of 01234 and one or more of {OPERATORS}")
     return np.array(digits), np.array(operators)

@@ -103,9 +103,7 @@ class GroupWords(Task):
 
     def _generate(self, keys: np.ndarray) -> Batch:
         k = self.tokens_per_element
-        elements = below(draw(keys, self.length // k), len(self.elements))  # [length / k, b]
-        if len(self.elements) < self.group.order:
-            elements = self.elements[elements]
+        elements = self.elements[below(draw(keys, self.length // k), len(self.elements))]  # [length / k, b]
         products = self._running_products(elements).T
         input_ids = np.full((len(keys), self.seq_len), self.filler_id)
         labels = np.full_like(input_ids, IGNORE)

@@ -22,7 +22,7 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     for name, curve in curves.items():
         x, y, n = curve["x"], curve["y"], curve["n"]
         if curve["axis"] != "prefix" and len(x) > MOST_POINTS:
-            x, y = _grouped(x, y, n, MOST_POINTS)
+            x, y = _grouped(x, y, n)
         lowest = min(lowest, *y)
         axes.plot(x, y, label=name, lw=1.5, marker="o" if len(x) <= MOST_POINTS else None, ms=3)
     longest = max(curves.values(), key=lambda curve: curve["x"][-1])
@@ -39,8 +39,8 @@ def plot_accuracy(curves: Mapping[str, Mapping], title: str, out: Path) -> Path:
     return out
 
 
-def _grouped(x: list[float], y: list[float], weights: list[float], groups: int) -> list[np.ndarray]:
-    """Join adjacent points to `groups` weighted means."""
-    starts = np.arange(0, len(x), -(-len(x) // groups))
+def _grouped(x: list[float], y: list[float], weights: list[float]) -> list[np.ndarray]:
+    """Replace groups of adjacent points by their weighted means, at most `MOST_POINTS`."""
+    starts = np.arange(0, len(x), -(-len(x) // MOST_POINTS))
     totals = np.add.reduceat(weights, starts)
     return [np.add.reduceat(np.multiply(values, weights), starts) / totals for values in (x, y)]

@@ -106,17 +106,12 @@ def task_errors(config: "TaskConfig") -> Iterator[str]:
         yield from _target_errors(config)
 
 
-def _options(kind: str) -> dict[str, inspect.Parameter]:
-    """Return the arguments of a task's class by name, without those that every task has."""
-    parameters = inspect.signature(task_class(kind)).parameters
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    common = ("seed", "num_sequences")
-    return {name: p for name, p in parameters.items() if p.kind not in several and name not in common}
-
-
 def _option_errors(kind: str, options: Mapping[str, Any]) -> Iterator[str]:
     """Yield errors for unknown and missing options, and for values of other types than the class declares."""
-    known = _options(kind)
+    parameters = inspect.signature(task_class(kind)).parameters
+    # Every task has these two. `make_task` sets them.
+    others = {name: p for name, p in parameters.items() if name not in ("seed", "num_sequences")}
+    known = {name: p for name, p in others.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if unknown := sorted(set(options) - set(known)):
         yield f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}"
     for name, option in known.items():
