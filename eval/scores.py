@@ -10,6 +10,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.metrics import bits_per_byte, mean, nanmean, perplexity, weighted_perplexity
 from lm_eval.api.task import Task
 
+from fla_train.eval import intervals
 from fla_train.eval.result import Score
 
 # Aggregations that are sums over documents, or functions of one.
@@ -53,7 +54,7 @@ def per_document_scores(
     values = {"mean": 1.0, "perplexity": -1.0, "bits_per_byte": -1 / math.log(2)}[kind] * values
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
     if kind == "perplexity":
-        error *= math.exp(min(float(values.mean()), 700.0))
+        error *= intervals.perplexity(float(values.mean()))
     return values.tolist(), error
 
 

@@ -16,8 +16,6 @@ from fla_train.utils.ranks import local_world_size, without_ranks
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of malloc.h
 POLL = 0.5  # seconds between checks of a command
-_BIND = "from fla_train.utils.processes import die_with_parent; die_with_parent({parent})"
-_RUN = "from fla_train.cli.{name} import main; main()"
 _MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 _ROOT = str(Path(__file__).parents[2])  # the folder that holds our package
 
@@ -96,7 +94,8 @@ def start_command(name: str, overrides: Sequence[str], log: Path, **variables: s
     Raises:
         OSError: `log` can't be written, or no process started.
     """
-    code = f"{_BIND.format(parent=os.getpid())}; {_RUN.format(name=name)}"
+    bind = f"from fla_train.utils.processes import die_with_parent; die_with_parent({os.getpid()})"
+    code = f"{bind}; from fla_train.cli.{name} import main; main()"
     with log.open("w") as file:
         return subprocess.Popen(
             python_command(code, *overrides),
