@@ -149,10 +149,10 @@ def find_prepared(config: DataConfig) -> PreparedData | None:
     Raises:
         ValueError: as `cache_paths`.
     """
+    if None in [find_prepared(corpus) for corpus in corpus_configs(config).values()]:
+        return None
     folder = prepared_folder(config)
-    ready = folder is not None and (folder / MANIFEST).exists()
-    ready = ready and all(map(find_prepared, corpus_configs(config).values()))
-    return open_prepared(folder) if ready else None
+    return open_prepared(folder) if folder is not None and (folder / MANIFEST).exists() else None
 
 
 def prepared_folder(config: DataConfig) -> Path | None:

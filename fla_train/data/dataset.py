@@ -100,19 +100,22 @@ class TokenDataset:
     def sequences(self, indices: np.ndarray) -> torch.Tensor:
         """Return sequences `indices` (int64, >= 0, any epoch): [n, seq_len] int64."""
         out = np.empty((len(indices), self.seq_len), dtype=np.int64)
-        for row, position in zip(out, self.positions(indices), strict=True):
-            self._tokens.read(int(position) * self.seq_len, row)
+        for row, first in zip(out, self._first_tokens(indices), strict=True):
+            self._tokens.read(first, row)
         return torch.from_numpy(out)
 
     def boundaries(self, indices: np.ndarray) -> list[np.ndarray]:
         """Return where in (0, seq_len) each sequence's new documents begin: ascending int64."""
-        firsts = (int(position) * self.seq_len for position in self.positions(indices))
-        return [self._tokens.document_starts(first, self.seq_len) for first in firsts]
+        return [self._tokens.document_starts(i, self.seq_len) for i in self._first_tokens(indices)]
 
     def begins_document(self, indices: np.ndarray) -> np.ndarray:
         """Return whether a document begins with each sequence's first token: [n] bool."""
-        firsts = (int(position) * self.seq_len for position in self.positions(indices))
+        firsts = self._first_tokens(indices)
         return np.array([i == 0 or len(self._tokens.document_starts(i - 1, 2)) > 0 for i in firsts])
+
+    def _first_tokens(self, indices: np.ndarray) -> list[int]:
+        """Return where in the stream each sequence begins, in tokens."""
+        return (self.positions(indices) * self.seq_len).tolist()
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
         """Return the sequence of the stream that each index stands for: [n] int64."""
