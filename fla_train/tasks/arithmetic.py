@@ -1,9 +1,16 @@
-"""Random expressions mod 5 and their values, for a whole batch at a time (arXiv 2411.12537 appendix E.1.2).
+"""Write random expressions mod 5 and their values, a batch at a time (arXiv 2411.12537 appendix E.1.2).
 
-Both writers take draws [2, L, n] uint32, lengths [n] (tokens before "=", at most L) and the digits and
-operators to draw from, and return two arrays [n, L] int64, of which row i means its first lengths[i] places:
-the tokens, and at a token that ends an expression the token id of the value of the text so far, its open
-brackets closed there; IGNORE at other tokens.
+`write_flat` and `write_brackets` have the same arguments and results.
+
+Args:
+    draws: [2, L, n] uint32.
+    lengths: [n], tokens before "=", at most L.
+    alphabet: the digits and operators to draw from.
+
+Returns:
+    Two arrays [n, L] int64, whose row i is meaningful up to lengths[i]: the token ids of the expression, and
+    the answers. At a token that ends an expression, the answer is the token id of the value of the text so
+    far, with its open brackets closed; elsewhere it is IGNORE.
 """
 
 import numpy as np
@@ -23,7 +30,7 @@ _OPERATOR, _MINUS, _OPEN, _CLOSE = 5, 6, 8, 9
 
 
 def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
-    """Write digits joined by operators, without brackets; * binds first. Lengths are odd.
+    """Write digits joined by operators, without brackets. Lengths are odd, and * binds first.
 
     An expression ends at each digit.
     """
@@ -48,21 +55,21 @@ def write_flat(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[n
 
 
 def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tuple[np.ndarray, np.ndarray]:
-    """Write nested (L op R); the leaves are d, -d, (d) and (-d).
+    """Write nested expressions (L op R), whose leaves are d, -d, (d) and (-d).
 
-    An expression ends at the last token of each leaf and at each bracket that closes an (L op R). The text
-    around it so far, L op at each bracket that is still open, makes the value of the text so far an affine
-    function of the expression's value, scale * value + shift.
+    An expression ends at the last token of each leaf, and at each bracket that closes an (L op R). At its
+    end, each bracket that is still open has contributed "L op", so the value of the text so far is an affine
+    function of the expression's value: scale * value + shift.
 
     An expression of 5 tokens or more splits the tokens between its operands uniformly, as in Deletang et al.
-    (arXiv 2207.02098). All expressions of the batch that lie at one depth are written together; an expression
-    is known by its row and the place where it starts, which also picks its draws.
+    (arXiv 2207.02098). All expressions of the batch at one depth are written together. The row of an
+    expression and the position where it starts identify it and choose its draws.
     """
     digits, operators = split_alphabet(alphabet)
     n = len(lengths)
     text = np.zeros((n, draws.shape[1]), dtype=np.int64)
     answers = np.full_like(text, IGNORE)
-    values = np.zeros_like(text)  # each expression's value, at the place where it starts
+    values = np.zeros_like(text)  # each expression's value, at the position where it starts
     rows, starts, sizes = np.arange(n), np.zeros(n, dtype=np.int64), lengths
     splits, ends = [], []
 
@@ -95,7 +102,7 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
         left, right = values[rows, starts + 1], values[rows, rights]
         values[rows, starts] = np.choose(chosen, [left + right, left - right, left * right]) % MODULUS
 
-    scales, shifts = np.ones_like(text), np.zeros_like(text)  # at the place where an expression starts
+    scales, shifts = np.ones_like(text), np.zeros_like(text)  # where an expression starts
     for rows, starts, rights, chosen in splits:
         left, scale, shift = values[rows, starts + 1], scales[rows, starts], shifts[rows, starts]
         scales[rows, starts + 1], shifts[rows, starts + 1] = scale, shift
@@ -107,10 +114,10 @@ def write_brackets(draws: np.ndarray, lengths: np.ndarray, alphabet: str) -> tup
 
 
 def split_alphabet(alphabet: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the digits' values and the operators' places in OPERATORS, as int64 arrays.
+    """Return the values of the digits, and the indices of the operators in OPERATORS, as int64 arrays.
 
     Raises:
-        ValueError: if either is empty, or a token is neither.
+        ValueError: there is no digit, no operator, or another character.
     """
     digits = [int(token) for token in alphabet if token in "01234"]
     operators = [OPERATORS.index(token) for token in alphabet if token in OPERATORS]

@@ -1,8 +1,9 @@
 """Code traces: an interactive session that permutes variables and prints one of them now and then.
 
-State tracking under the next-token loss, after Siems et al. (arXiv 2602.14814). They write permutation
-composition as traces of a Python session, in which prints reveal the state between transformations, and
-train by next-token prediction. So much is from their abstract; grammar, spacing and tokens are ours.
+This is state tracking under the next-token loss, after Siems et al. (arXiv 2602.14814). They write
+permutation composition as traces of a Python session, in which prints reveal the state between
+transformations, and train by next-token prediction. Their abstract says no more, so grammar, spacing and
+tokens are our choice.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ MAX_VARIABLES = 6  # 719 assignments permute six variables
 class CodeTrace(Task):
     """Predict the next token of a session in which variables swap their values.
 
-    n variables get the values 0 .. n - 1 in random order. Then comes, again and again, a number of
-    assignments that permute variables, and the print of one variable, drawn uniformly:
+    The n variables get the values 0 .. n - 1 in random order. Then the session repeats: some assignments
+    that permute variables, and the print of one variable, drawn uniformly:
 
         >>> a = 2
         >>> b = 0
@@ -32,22 +33,25 @@ class CodeTrace(Task):
         >>> print(b)
         2
 
-    Assignments are drawn uniformly, so of all lines only the printed values follow from the state. A row has
-    one number of assignments between two prints, drawn from `gaps`; metadata "moves_between_reveals". A guess
-    among the values has an accuracy of 1 / n.
+    Assignments are drawn uniformly, so only the printed values can be predicted from the state. The number
+    of assignments between two prints is drawn from `gaps` once per sequence, and recorded as the metadata
+    "moves_between_reveals". A random value is right with probability 1 / n.
 
     Args:
         variables: n, 2 to 6.
         length: tokens.
-        max_moved: most variables to assign at once: 2 swaps, 3 also cycles of three. None: up to n.
-        gaps: assignments between two prints.
-        statement_tokens: a token is a line, so that a layer has one token for a permutation. Else it is a
-            symbol, as in text: ">>> ", a name, ", ", " = ", a digit, "print(", ")" or the end of the line.
-        label_all: label every token with the next, as a language model's; else only printed values.
+        max_moved: limit on the variables that one assignment changes. 2: swaps. 3: cycles of three too.
+            None: n.
+        gaps: possible numbers of assignments between two prints.
+        statement_tokens: make each line one token, so that a layer has one token for a permutation.
+            Otherwise a token is a symbol: ">>> ", a name, ", ", " = ", a digit, "print(", ")" or the end of
+            the line.
+        label_all: label every token with the next one, as for a language model; otherwise only printed
+            values.
         stream: `seed` and `num_sequences`, see Task.
 
     Attributes:
-        tokens: the text of each id; `text` joins them.
+        tokens: the text of each id. The method `text` joins them.
 
     Raises:
         ValueError: an option is out of range, or a row may end before its first print.
@@ -75,14 +79,14 @@ class CodeTrace(Task):
         identity = np.arange(variables)
         images = np.array(list(permutations(range(variables))))
         moved = (images != identity).sum(1)
-        # The last one, the identity, is the effect of a print on the state.
+        # The identity comes last. It is the effect of a print on the state.
         self._moves = np.concatenate([images[(moved > 0) & (moved <= most)], identity[None]])
         self.variables, self.gaps, self.label_all = variables, np.array(gaps), label_all
         lines = self._lines()
         if statement_tokens:
             lines = [("".join(line),) for line in lines]
         self.tokens = list(dict.fromkeys(symbol for line in lines for symbol in line))
-        # [lines, symbols of the longest]: the ids of each line, -1 behind its end
+        # The ids of each line, [lines, symbols of the longest], -1 after its end.
         self._ids = np.full((len(lines), max(map(len, lines))), -1)
         for number, line in enumerate(lines):
             self._ids[number, : len(line)] = [self.tokens.index(symbol) for symbol in line]

@@ -11,10 +11,12 @@ from fla_train.utils.keys import key
 class TaskConfig:
     """A synthetic task to train on instead of text, and its test sets.
 
-    `options` are arguments of the task's class for all sets. `train`, and the entries of `tests` by name, add
-    to them or replace them. `curriculum`, [[tokens, steps], ...], has the first stages of training: sequences
-    of at most `tokens` for `steps` steps. A third entry {option: value} sets further options of a stage.
-    `stop_at`, [["test set/metric", value], ...], ends a run before its last step.
+    - `options` are arguments of the task's class for all sets. `train`, and each entry of `tests`, add to
+      them or replace them.
+    - `curriculum`, [[tokens, steps], ...], lists the first stages of training: sequences of at most `tokens`
+      for `steps` steps. A third entry {option: value} sets further options of a stage.
+    - `stop_at`, [["test set/metric", value], ...], ends a run early, once two evaluations in a row reach all
+      of these values.
     """
 
     kind: str = key(classes=True, resume="fixed")

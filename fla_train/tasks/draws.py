@@ -1,7 +1,7 @@
 """Random draws that are a pure function of (seed, sequence index, draw number), vectorised over sequences.
 
-Each sequence owns one SplitMix64 stream (Steele, Lea and Flood, 2014), so any sequence can be drawn alone, in
-any order and on any rank, at the speed of a few array operations per draw.
+Each sequence has a separate SplitMix64 stream (Steele, Lea and Flood, 2014), so any sequence can be drawn
+alone, in any order and on any rank, with a few array operations per draw.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def stream_keys(seed: int, indices: np.ndarray | Sequence[int]) -> np.ndarray:
     """Return the first state of each sequence's stream: [n] uint64. `indices` are >= 0."""
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
     origin = np.frombuffer(digest, dtype="<u8")[0]
-    # Mixed twice: an index must not become a shift along another sequence's stream.
+    # Mix twice, so that an index does not become a shift along another sequence's stream.
     return mix(mix(np.asarray(indices).astype(np.uint64) * _STEP + origin) ^ origin)
 
 
@@ -67,10 +67,9 @@ def without_replacement(draws: np.ndarray, population: int) -> np.ndarray:
 
 
 def weighted_without_replacement(draws: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
-    """Draw k places per row, one after another with probability in proportion to the weights that are left.
+    """Draw k indices per row without replacement, each in proportion to the weights that are left.
 
-    Exponential clocks of rates `weights`: the order in which they ring is the order of such draws (Efraimidis
-    and Spirakis, 2006).
+    Exponential clocks of rates `weights` ring in the order of such draws (Efraimidis and Spirakis, 2006).
 
     Args:
         draws: [m, n] uint32.

@@ -1,7 +1,7 @@
-"""Formal languages: read a word of random length, answer once, at its end.
+"""Formal languages: read a word of random length, and give one answer at its end.
 
-DeltaProduct (arXiv 2502.10297) section 5.2 and appendix C.2; Grazzi et al. (arXiv 2411.12537) section 5.1 and
-appendix E.1; the tasks are those of Deletang et al. (arXiv 2207.02098).
+They are used in DeltaProduct (arXiv 2502.10297), section 5.2 and appendix C.2, and by Grazzi et al. (arXiv
+2411.12537), section 5.1 and appendix E.1. The tasks are from Deletang et al. (arXiv 2207.02098).
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ class Language:
     """One formal language.
 
     Attributes:
-        tokens: the token of each id; "[PAD]" fills up to the longest length, and "=", where there is one,
-            ends the word.
-        answers: how many answers there are; the papers' chance level is 1 / answers.
+        tokens: the token of each id. "[PAD]" fills up to the longest length. "=" ends the word, if the
+            language has it.
+        answers: number of possible answers; the papers' chance level is 1 / answers.
         write: (draws [2, L, n] uint32, lengths [n]) -> (words [n, L], answers [n, L]), both token ids. The
-            answer at a token is that of the word so far, its open brackets closed; IGNORE where that is not a
-            word. Written with `alphabet` as a third argument, where there is one.
-        odd_lengths: only odd lengths exist.
-        alphabet: the tokens that words are drawn from, one character each; None: they cannot be chosen.
+            answer at a token is that of the word so far, with its open brackets closed, or IGNORE if that is
+            not a word. A language with an `alphabet` gets it as the third argument.
+        odd_lengths: whether only odd lengths exist.
+        alphabet: the tokens that words are drawn from, one character each; None: it can't be chosen.
     """
 
     tokens: tuple[str, ...]
@@ -53,29 +53,30 @@ class Language:
 class FormalLanguage(Task):
     """A formal language of LANGUAGES: padded words of uniformly drawn lengths, with one label each.
 
-    The label sits on the word's last token: the last bit or action, or "=" for arithmetic. It is the token id
-    of the answer.
+    The label is the token id of the answer. It is at the word's last token: the last bit or action, or "="
+    for arithmetic.
 
-    Languages: `parity` (are the ones odd in number?), `even_pairs` (are 01 and 10 together odd in number?),
-    `cycle_navigation` (where on a cycle of 5 do the steps lead?), `modular_arithmetic` (mod 5, * binds first;
-    odd lengths only), `modular_arithmetic_brackets` (nested + and -, unary minus),
-    `modular_arithmetic_brackets_times` (with * too).
-
-    Args:
-        language: a key of LANGUAGES.
-        min_length, max_length: of a word in tokens, "=" not counted; the papers train on 3 to 40 and test on
-            40 to 256. seq_len is max_length, and one more with "=".
-        stream: `seed` and `num_sequences`, see Task.
-        alphabet: of arithmetic: draw only these digits and operators, as in "12+"; None draws from all.
-        label_parts: label not only the last token, but each at which the word so far, its open brackets
-            closed, has an answer: every bit and action, every digit of flat arithmetic, with brackets the
-            last token of every sub-expression.
+    - `parity`: is the number of ones odd?
+    - `even_pairs`: is the number of 01 and 10 together odd?
+    - `cycle_navigation`: where on a cycle of 5 do the steps end?
+    - `modular_arithmetic`: expressions mod 5 in which * binds first; only odd lengths.
+    - `modular_arithmetic_brackets`: nested + and -, unary minus.
+    - `modular_arithmetic_brackets_times`: the same with *.
 
     `alphabet` and `label_parts` are for the early stages of a curriculum.
 
+    Args:
+        language: a key of LANGUAGES.
+        min_length, max_length: tokens of a word without "="; the papers train on 3 to 40 and test on 40 to
+            256. seq_len is max_length, plus one for "=".
+        stream: `seed` and `num_sequences`, see Task.
+        alphabet: for arithmetic, draw only these digits and operators, such as "12+"; None: all.
+        label_parts: also label each earlier token at which the word so far, with its open brackets closed,
+            has an answer: every bit and action, every digit of flat arithmetic, and with brackets the last
+            token of every sub-expression.
+
     Raises:
-        ValueError: for an unknown language, if it has no word of such a length, or for an impossible
-            alphabet.
+        ValueError: the language is unknown, or has no words of these lengths or with this alphabet.
     """
 
     headline = "scaled_accuracy"

@@ -1,6 +1,7 @@
 """Group word problems: read group elements, output their running product.
 
-DeltaProduct (arXiv 2502.10297) section 5.1 and appendix C.1; Grazzi et al. (arXiv 2411.12537) appendix E.2.
+They are used in DeltaProduct (arXiv 2502.10297), section 5.1 and appendix C.1, and by Grazzi et al. (arXiv
+2411.12537), appendix E.2.
 """
 
 from statistics import fmean
@@ -16,31 +17,32 @@ from fla_train.tasks.task import IGNORE, Batch, Tally, Task
 class GroupWords(Task):
     """The word problem of a finite group.
 
-    Elements x_1, x_2, ... are drawn uniformly; the label at x_t is the product y_t = x_1 x_2 ... x_t, taken
-    from left to right: y_t = y_(t-1) x_t, which for permutations means "first x_1, then x_2, ...". (The
-    opposite order is the same task with every element renamed to its inverse.)
+    Elements x_1, x_2, ... are drawn uniformly. The label at x_t is the product y_t = x_1 x_2 ... x_t from
+    left to right: y_t = y_(t-1) x_t, which for permutations means "first x_1, then x_2, ...". (The opposite
+    order is the same task with every element renamed to its inverse.)
 
     If `tokens_per_element` = k > 1, each element is followed by k - 1 fillers, which gives the model k
-    tokens for one transition; its product is due at the last of the k. At the tokens between, the label is
-    the product of the elements completed so far (the identity before the first), as in appendix E.2.1, or
-    nothing with `label_incomplete=False`.
+    tokens for one transition. The product is the label of the last of them. The label of the tokens before
+    is the product of the elements completed so far (the identity before the first), as in appendix E.2.1, or
+    IGNORE with `label_incomplete=False`.
 
-    Token ids: 0 .. |G| - 1 the elements (0 the identity), |G| the filler, |G| + 1 the beginning of sequence.
+    Token ids: 0 .. |G| - 1 are the elements (0 is the identity), |G| is the filler and |G| + 1 the
+    beginning-of-sequence token.
 
     Args:
-        group: a name `make_group` knows: "S3", "A5", "Z60", "D7", "Z2xS3".
+        group: a name for `make_group`: "S3", "A5", "Z60", "D7", "Z2xS3".
         length: tokens per sequence without the beginning-of-sequence token; a multiple of tokens_per_element.
         stream: `seed` and `num_sequences`, see Task.
-        max_moved: most points that an element may move: 2 is "only swaps" (and the identity), 3 "swaps and
-            3-permutations"; S and A groups only. None draws from the whole group.
-        elements: number of these elements to draw from, generators first (`generators_first`): a curriculum's
-            early stages. None draws from all.
+        max_moved: limit on the points that an element moves, for S and A groups. 2: swaps and the identity.
+            3: also cycles of three. None: the whole group.
+        elements: draw from this number of the allowed elements, generators first (`generators_first`), in
+            the early stages of a curriculum. None: all.
         tokens_per_element: k.
-        label_incomplete: label the tokens at which an element is not complete yet too.
+        label_incomplete: also label the tokens at which an element is not complete yet.
         bos: begin each sequence with a beginning-of-sequence token, which has no label.
 
     Raises:
-        ValueError: for an unknown group or a setting that gives no task.
+        ValueError: the group is unknown, or a setting gives no task.
     """
 
     headline = "sequence_accuracy"

@@ -36,14 +36,14 @@ class Group:
 def make_group(name: str) -> Group:
     """Build the group called `name`; "x" joins the factors of a direct product.
 
-    Elements are numbered so:
+    The elements are numbered as follows:
         S<n>, A<n>: the (even) permutations of n points in lexicographic order; a b maps i to b[a[i]].
         Z<n>: the residues mod n under addition.
         D<n>: symmetries of the n-gon, order 2n; r^i is i and r^i s is n + i, where s r s = r^-1.
         GxH: (g, h) is g |H| + h.
 
     Raises:
-        ValueError: if the name is unknown, a number is 0, or the order is above MAX_ORDER.
+        ValueError: the name is unknown, a number is 0, or the order is above MAX_ORDER.
     """
     factors = name.split("x")
     if not all(re.fullmatch(r"[SAZD][1-9][0-9]{0,5}", factor) for factor in factors):
@@ -68,9 +68,9 @@ def make_group(name: str) -> Group:
 
 
 def generators_first(group: Group, elements: np.ndarray) -> np.ndarray:
-    """Shuffle `elements` in a fixed way, then move those early that the elements before them do not generate.
+    """Shuffle `elements` in a fixed order, then put those first that the elements before do not generate.
 
-    So the first few generate as large a subgroup as all of them: two of A5 or S5.
+    The first few then generate the same subgroup as all of them. For A5 or S5 the first two are enough.
     """
     n = len(elements)
     shuffled = elements[without_replacement(draw(stream_keys(0, [0]), n), n)[0]]

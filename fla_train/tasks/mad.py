@@ -19,25 +19,24 @@ _MAP_SEED = 12345  # memorization: training and test sets share one map of keys 
 
 
 class InContextRecall(Task):
-    """Keys and their values one after another; a key that comes again calls for the value it had.
+    """Keys and their values one after another; a repeated key must be answered by its earlier value.
 
-    The first half of the vocabulary is keys, the second values; noise ids follow. A sequence has its own map
-    of keys to values and draws keys with replacement. If there is noise, a place holds a noise token with
-    probability `noise_share` instead of a pair (noisy recall); a sequence in which then no key comes again
-    gets none.
+    Keys are the first half of the vocabulary, values the second, and noise ids follow. Each sequence has a
+    separate map of keys to values, and draws keys with replacement. With noise (noisy recall), a noise token
+    replaces a pair with probability `noise_share`, except in sequences that would then repeat no key.
 
     The label of a value is at its key.
 
     Args:
-        vocab_size: key and value ids together, even; noise ids come on top.
+        vocab_size: number of key and value ids together, even; noise ids are additional.
         length: tokens; the last pair may be cut.
-        noise_share, noise_vocab: share of noise, and how many noise ids.
-        label_all: label every token with the next, as the published training sets do; else only values of
-            keys seen before, as the test sets do.
+        noise_share, noise_vocab: probability of noise, and number of noise ids.
+        label_all: label every token with the next one, as the published training sets do; otherwise only
+            values of keys seen before, as the test sets do.
         stream: `seed` and `num_sequences`, see Task.
 
     Raises:
-        ValueError: if a sequence might have no key twice, or an option is out of range.
+        ValueError: a sequence might repeat no key, or an option is out of range.
     """
 
     slice_key = "length"
@@ -55,7 +54,7 @@ class InContextRecall(Task):
         if vocab_size < 4 or vocab_size % 2 or not 0 <= noise_share < 1 or noise_vocab < 1:
             raise ValueError("recall needs even vocab_size >= 4, noise_vocab >= 1 and noise_share in [0, 1)")
         self.half = vocab_size // 2
-        # With fewer places than keys the chance that none comes again is below exp(-places^2 / (2 keys)).
+        # With fewer places than keys, the probability that no key repeats is below exp(-places^2 / (2 keys)).
         places = length * (1 - noise_share) / 2
         if places < self.half + 1 and places**2 < 40 * self.half:
             raise ValueError(f"length {length} is too short for one of {self.half} keys to come again")
@@ -74,7 +73,7 @@ class InContextRecall(Task):
         choice = below(for_choice, self.half).T  # [n, places]: the pair of each place
         noise = (for_noise / 2.0**32 < self.noise_share).T
         starts, seen = _layout(noise, choice, self.half)
-        noise[~(seen & ~noise & (starts + 1 < length)).any(1)] = False  # a row needs something to answer
+        noise[~(seen & ~noise & (starts + 1 < length)).any(1)] = False  # a row needs a label
         starts, seen = _layout(noise, choice, self.half)
 
         inputs = np.zeros((n, length + 2), dtype=np.int64)  # with room for a cut pair
@@ -92,20 +91,20 @@ class InContextRecall(Task):
 
 
 class FuzzyRecall(Task):
-    """Recall of words: keys and values of several letters, one after another; the last key came before.
+    """Recall of words: keys and values of several letters, one after another; the last key is repeated.
 
-    A key is a word of different letters of the first part of the vocabulary, a value one of the second; each
-    place draws a new key, which may by chance be an earlier one and then has its value again. One pair, at a
-    random place, comes again at the end. Shorter sequences have blanks (the last id) in front.
+    A key is a word of different letters of the first half of the vocabulary, and a value one of the second.
+    Each place draws a new key. If it happens to be an earlier key, it keeps its value. One pair, at a random
+    place, is repeated at the end. Shorter sequences begin with blanks (the last id).
 
     The label of a value's letter is one token earlier.
 
     Args:
-        vocab_size: ids, with the blank; half of the others are letters of keys.
+        vocab_size: ids with the blank; half of the others are letters of keys.
         length: tokens.
-        motif: longest key and longest value (letters). The lengths of values are uniform from 1.
-        training: keys of 1 to `motif` letters and a label at every token, as in the published training sets;
-            else keys of `motif` letters, and labels at the values of keys seen before.
+        motif: length limit of keys and values, in letters. The lengths of values are uniform from 1.
+        training: use keys of 1 to `motif` letters and a label at every token, as in the published training
+            sets; otherwise keys of `motif` letters, and labels at the values of keys seen before.
         stream: `seed` and `num_sequences`, see Task.
 
     Raises:
@@ -133,7 +132,7 @@ class FuzzyRecall(Task):
         n, motif, places = len(keys), self.motif, self.seq_len // 2
         for_probe, drawn = np.split(draw(keys, 1 + (places + 1) * (2 + 2 * motif)), [1])
         pairs = [self._pair(part) for part in np.split(drawn, places + 1)]
-        # The probe is the pair that comes again at the end.
+        # The probe is the pair that is repeated at the end.
         (probe, probe_key), longest = pairs.pop(), 2 * motif
         room = self.seq_len - (probe >= 0).sum(1) - longest  # a place begins before it
         probe_from = below(for_probe[0], room)
@@ -144,7 +143,7 @@ class FuzzyRecall(Task):
         known_keys, known_values = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)
 
         def append(place: int, pair: np.ndarray, key: np.ndarray, chosen: np.ndarray) -> None:
-            """Append a key and its value to the rows `chosen`. A known key has its value again, `asked`."""
+            """Append a key and its value to the rows `chosen`. A known key keeps its value, then `asked`."""
             nonlocal end
             same = known_keys == key[:, None]
             again = same.any(1)
@@ -184,9 +183,9 @@ class FuzzyRecall(Task):
 
 
 class SelectiveCopying(Task):
-    """Tokens scattered among blanks; after the copy token, give them in their order, one at each blank.
+    """Tokens scattered among blanks, which the model repeats in order after the copy token, one per blank.
 
-    Ids: 0 .. V - 3 tokens, V - 2 the blank, V - 1 the copy token.
+    Ids: 0 .. V - 3 are tokens, V - 2 is the blank and V - 1 the copy token.
     """
 
     slice_key = "length"
@@ -211,10 +210,12 @@ class SelectiveCopying(Task):
 
 
 class Compression(Task):
-    """Read `length` tokens, then the compression token, then give the token of each queried place.
+    """`length` tokens, then the compression token, then a query for each token, in random order.
 
-    Ids: 0 .. V - 1 tokens, V the compression token, V + 1 + i the question for place i; all places are
-    queried, in random order. seq_len is 2 length + 1.
+    The label of a query is the token that it asks for.
+
+    Ids: 0 .. V - 1 are tokens, V is the compression token and V + 1 + i the query for token i. seq_len is
+    2 length + 1.
     """
 
     slice_key = "length"
@@ -237,9 +238,10 @@ class Compression(Task):
 
 
 class Memorization(Task):
-    """Keys, each followed by a blank at which its value is due; one map for all sequences and seeds.
+    """Keys, each followed by a blank whose label is the key's value; one map for all sequences and seeds.
 
-    Ids: 0 .. K - 1 keys with K = (V - 1) // 2, K .. V - 2 values, no two keys with the same, V - 1 the blank.
+    Ids: 0 .. K - 1 are keys, with K = (V - 1) // 2, K .. V - 2 are values, a different one for each key, and
+    V - 1 is the blank.
     """
 
     slice_key = "length"
@@ -262,13 +264,13 @@ class Memorization(Task):
 
 
 def _layout(noise: np.ndarray, choice: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each place [n, m] its first token, and whether its pair came before; noise takes a token."""
+    """Return the first token of each place [n, m], and whether its pair came before. Noise is one token."""
     tokens = np.where(noise, 1, 2)
     return np.cumsum(tokens, axis=1) - tokens, _seen_before(np.where(noise, -1, choice), pairs)
 
 
 def _seen_before(choice: np.ndarray, values: int) -> np.ndarray:
-    """Return whether choice[i, j] occurs in choice[i, :j]: [n, m] bool; -1 counts as nothing."""
+    """Return whether choice[i, j] occurs in choice[i, :j]: [n, m] bool; False for -1."""
     places = np.arange(choice.shape[1])
     first = np.full((len(choice), values + 1), len(places))  # the first place of each value; -1 is the last
     np.minimum.at(first, (np.arange(len(choice))[:, None], choice), places)

@@ -1,6 +1,7 @@
 """Multi-query associative recall: key-value pairs, then the keys again, each to be answered by its value.
 
-Arora et al. (Zoology, arXiv 2312.04927), as used by DeltaNet (arXiv 2406.06484) section 4.1, figure 2.
+The task is from Arora et al. (Zoology, arXiv 2312.04927), and DeltaNet (arXiv 2406.06484) uses it in section
+4.1, figure 2.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ _BLANK = 0  # no key and no value: between queries, and after the end of shorter
 
 @dataclass(frozen=True)
 class MQARSetting:
-    """Sequences of one shape: seq_len tokens, num_kv_pairs pairs; `share` is its weight in a mixture."""
+    """Sequences of `seq_len` tokens with `num_kv_pairs` pairs. `share` is their weight in a mixture."""
 
     seq_len: int
     num_kv_pairs: int
@@ -28,24 +29,24 @@ class MQAR(Task):
     """Multi-query associative recall, one setting or a mixture.
 
     A sequence begins with its pairs: key, value, key, value, ... Keys are distinct ids in [1, V/2), values
-    distinct ids in [V/2, V). Each key then comes once more, at an even offset from the end of the pairs; the
-    label there is the key's value. The offsets are drawn without replacement with weight rank^(power - 1), so
-    queries crowd towards the pairs. Other positions are blank (id 0) or, with `random_non_queries`, a random
+    distinct ids in [V/2, V). Each key is then repeated once, at an even offset from the end of the pairs, and
+    labelled with its value. The offsets are drawn without replacement with weight rank^(power - 1), so most
+    queries are close to the pairs. Other positions are blank (id 0) or, with `random_non_queries`, a random
     id of the whole vocabulary.
 
-    In a mixture each sequence draws its setting by share; shorter ones are filled up with blanks on the
+    In a mixture each sequence draws its setting by share. Shorter sequences are padded with blanks on the
     right.
 
     Args:
-        settings: one or more, also as plain lists [seq_len, num_kv_pairs] or [seq_len, num_kv_pairs, share];
-            configs/experiment/mqar has the papers'.
+        settings: one or more, also as plain lists [seq_len, num_kv_pairs] or [seq_len, num_kv_pairs, share].
+            configs/experiment/mqar has those of the papers.
         vocab_size: V.
-        power: exponent a of the gaps' law, > 0; 1 is uniform.
+        power: exponent of the distribution of offsets, > 0; 1 is uniform.
         random_non_queries: fill other positions with random ids.
         stream: `seed` and `num_sequences`, see Task.
 
     Raises:
-        ValueError: if a setting has no room for its pairs and queries, or not enough keys.
+        ValueError: a setting has no room for its pairs and queries, or not enough keys.
     """
 
     slice_key = "num_kv_pairs"

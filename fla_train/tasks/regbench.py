@@ -14,18 +14,18 @@ STRINGS, STRING_LENGTH = (10, 19), (1, 49)
 
 
 class RegBench(Task):
-    """Strings of one random automaton, joined by separators; each next symbol is to be predicted.
+    """Strings of one random automaton, joined by separators. The model predicts each next symbol.
 
     An automaton has 4 to 12 states, an alphabet of 4 to 18 of the 18 symbols, and 1 to 3 edges out of each
     state, with different symbols and different targets, none to the state itself. A string of 1 to 49 symbols
     walks from state 0 along edges drawn uniformly. A sequence is 10 to 19 strings, cut at `length`. Each
-    sequence has another automaton, so training and test sequences share none.
+    sequence has a different automaton, so training and test sequences share none.
 
-    A prediction counts as right if the automaton allows the symbol there (DFA accuracy). Separators, which
-    any string may be followed by, are not to be predicted.
+    A prediction is right if the automaton allows the symbol there (DFA accuracy). Separators have no label,
+    because they may follow any string.
 
     Args:
-        length: tokens, filled up with padding; 950 holds every sequence.
+        length: tokens, with padding; 950 holds every sequence.
         stream: `seed` and `num_sequences`, see Task.
     """
 

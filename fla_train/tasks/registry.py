@@ -1,7 +1,7 @@
 """Table of the tasks by name (`KINDS`); make the tasks of a `TaskConfig`, and check it.
 
 The options of a task come untyped from YAML. They are checked against the signature of the task's class, so
-that a wrong one is named before it fails somewhere in numpy.
+that an error names the option instead of failing somewhere in numpy.
 """
 
 import inspect
@@ -67,7 +67,7 @@ def make_task(
     """Make the task of `task_class(kind)` with `options`.
 
     Raises:
-        ValueError: for an unknown kind or option, a missing option, or one that gives no task.
+        ValueError: the kind or an option is unknown, an option is missing, or it gives no task.
     """
     cls = task_class(kind)
     if errors := [*_option_errors(kind, options)]:

@@ -24,7 +24,7 @@ class Batch:
         labels: [B, T] int64, NOT shifted: labels[b, t] is the model's target after it has read
             input_ids[b, : t + 1]; IGNORE where nothing is predicted. For a loss that shifts labels use
             `for_causal_lm`.
-        metadata: facts about each row, [B] int64 each, by which results may be sliced, such as "length".
+        metadata: properties of each row, [B] int64 each, such as "length", by which results can be grouped.
     """
 
     input_ids: torch.Tensor
@@ -116,8 +116,8 @@ class Tally:
 class Task(ABC):
     """A source of labelled sequences; sequence i is a pure function of (options, seed, i).
 
-    So a run's position is one integer, as with text: a resumed run sees the same stream for any number of
-    ranks and any micro-batch. Training and test sets are two tasks of different seeds.
+    A run's position is therefore one integer, as with text: a resumed run sees the same stream for any number
+    of ranks and any micro-batch. Training and test sets are two tasks of different seeds.
 
     Args:
         vocab_size: ids are below it.
@@ -132,8 +132,8 @@ class Task(ABC):
 
     Class attributes:
         headline: the key of `summary` that papers report.
-        slice_key: the metadata by which accuracy is drawn; None where prefix accuracy is.
-        length_option: the argument that a curriculum makes shorter; None for tasks of one length.
+        slice_key: the metadata by which accuracy is plotted; None: by prefix length.
+        length_option: the argument that a curriculum reduces; None for tasks of one length.
     """
 
     chance: float | None = None
