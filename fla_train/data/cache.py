@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fla_train.data.config import DataConfig, cache_folder, corpus_configs
 from fla_train.data.mixture import integer_shares
-from fla_train.data.shards import FORMAT, MANIFEST, check_files, read_manifest
+from fla_train.data.shards import FORMAT, MANIFEST, check_files, damaged, read_manifest
 from fla_train.data.sources import Source, open_source
 from fla_train.data.tokenizers import TokenizerNotCached, fingerprint, load_saved, load_tokenizer
 from fla_train.utils.filesystem import reason
@@ -39,8 +39,7 @@ class PreparedData:
         try:
             return load_saved(folder)
         except Exception as failure:
-            remedy = f"delete {folder.parent} and run fla-prepare again"
-            raise ValueError(f"{folder}: {reason(failure)[:300]}; {remedy}") from failure
+            raise damaged(f"{folder}: {reason(failure)[:300]}", folder.parent) from failure
 
     def corpora(self) -> dict[str, "PreparedData"]:
         """Return {name: corpus}: the corpora of a mixture, else this corpus, or a stream's head, as ""."""

@@ -57,13 +57,17 @@ def prepare(config: DataConfig, log: Log = print, commits: Mapping[str, str] | N
     """
     require_valid(config, "data.")
     commits, prepared = commits or {}, {}
+
+    def note(line: str) -> None:
+        log(f"data: {line}")
+
     for name, corpus in corpus_configs(config).items():
         if name:
-            log(f"data: corpus {name} of the mixture")
-        prepared[name] = _prepare_corpus(corpus, log, commits.get(name))
+            note(f"corpus {name} of the mixture")
+        prepared[name] = _prepare_corpus(corpus, note, commits.get(name))
     if prepared:
         return _joined(config, prepared)
-    return _prepare_corpus(config, log, commits.get(""))
+    return _prepare_corpus(config, note, commits.get(""))
 
 
 def check_first_document(config: DataConfig) -> None:
@@ -85,11 +89,7 @@ def _prepare_corpus(config: DataConfig, log: Log, commit: str | None) -> Prepare
         # One text at two paths is built in two folders, each of which would replace `final`.
         building = paths.building.with_suffix(".lock")
         final = paths.final.with_name(f".{paths.final.name}.lock")
-
-        def note(line: str) -> None:
-            log(f"data: {line}")
-
-        with locked(building, note), locked(final, note):
+        with locked(building, log), locked(final, log):
             if not paths.is_ready():  # another process may have prepared it while this one waited
                 _build(paths, config, commit, log)
     prepared = open_prepared(paths.final)
@@ -142,16 +142,16 @@ def _build(paths: cache.CachePaths, config: DataConfig, commit: str | None, log:
     local = config.source == "local"
     # The slices of local files have identities. A bpe tokenizer is trained on the whole text.
     if begun and (now == begun or (local and config.tokenizer.name != "bpe")):
-        log(f"data: resuming {building}, for {final}")
+        log(f"resuming {building}, for {final}")
     else:
         changed = ", since the text has changed" if begun else ""
         # The number shows whether files of other kinds were left out.
         what = f"{len(source.description['files']):,} local file(s)" if local else config.source
-        log(f"data: preparing {what} in {final}{changed}")
+        log(f"preparing {what} in {final}{changed}")
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         if tokenizer is None:
-            log(f"data: training a bpe tokenizer of {config.tokenizer.vocab_size} tokens")
+            log(f"training a bpe tokenizer of {config.tokenizer.vocab_size} tokens")
             tokenizer = load_tokenizer(config.tokenizer, _train_texts(source, config))
         save_tokenizer(tokenizer, building / "tokenizer")
     write_whole(building / cache.BEGUN, json.dumps(now))

@@ -42,6 +42,11 @@ def shard_file(number: int) -> str:
     return f"shard-{number:05d}.bin"
 
 
+def damaged(what: str, folder: Path) -> ValueError:
+    """Return the error for damage in a prepared folder, which says how to repair it."""
+    return ValueError(f"{what}; delete {folder} and run fla-prepare again")
+
+
 def write_shard(path: Path, documents: Mapping[str, Sequence[np.ndarray]]) -> Record:
     """Write the tokens of each document of each split and return the description of the shard.
 
@@ -103,7 +108,7 @@ class Shard:
     def __init__(self, folder: Path, number: int, record: Record, split: str, dtype: str):
         self._path = folder / shard_file(number)
         if not has_size(folder, number, record):
-            raise ValueError(self._damage("is missing or cut short"))
+            raise damaged(f"shard {self._path} is missing or cut short", folder)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         # The file begins with the tokens of each split and the ends of each split. Checksums follow.
         sizes = [record[name]["tokens"] * self._dtype.itemsize for name in SPLITS]
@@ -135,7 +140,8 @@ class Shard:
         for number in range(first, last):
             block = memoryview(content)[number * BLOCK - before : (number + 1) * BLOCK - before]
             if zlib.crc32(block) != self._crcs[number]:
-                raise ValueError(self._damage(f"is corrupt (block {number} of {BLOCK} bytes)"))
+                state = f"is corrupt (block {number} of {BLOCK} bytes)"
+                raise damaged(f"shard {self._path} {state}", self._path.parent)
             self._unchecked[number] = 0
         return np.frombuffer(content, dtype, count, start - before)
 
@@ -145,9 +151,6 @@ class Shard:
             return os.pread(descriptor, size, start)
         finally:
             os.close(descriptor)
-
-    def _damage(self, state: str) -> str:
-        return f"shard {self._path} {state}; delete {self._path.parent} and run fla-prepare again"
 
 
 def unigram_entropy(counts: np.ndarray) -> float | None:
@@ -175,14 +178,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ValueError: it is missing, of another format, or not as `write_manifest` wrote it.
     """
     path = folder / MANIFEST
-    remedy = f"delete {folder} and run fla-prepare again"
     manifest = find_json(path)
     if manifest is None:
-        raise ValueError(f"{path} is missing or damaged; {remedy}")
+        raise damaged(f"{path} is missing or damaged", folder)
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; {remedy}")
+        raise damaged(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}", folder)
     if manifest.pop("checksum", None) != _digest(manifest):
-        raise ValueError(f"{path} is not as it was written (checksum); {remedy}")
+        raise damaged(f"{path} is not as it was written (checksum)", folder)
     return manifest
 
 
@@ -194,4 +196,4 @@ def check_files(folder: Path, manifest: dict[str, Any], *, hashed: bool) -> None
     """
     files = {shard_file(number): record for number, record in enumerate(manifest["shards"])}
     if damage := find_damage(folder, files, hashed_bytes=math.inf if hashed else -1):
-        raise ValueError(f"shard {folder}/{damage}; delete {folder} and run fla-prepare again")
+        raise damaged(f"shard {folder}/{damage}", folder)
