@@ -22,7 +22,7 @@ class InContextRecall(Task):
     """Keys and their values one after another; a repeated key must be answered by its earlier value.
 
     Keys are the first half of the vocabulary, values the second, and noise ids follow. Each sequence has a
-    separate map of keys to values, and draws keys with replacement. With noise (noisy recall), a noise token
+    separate map of keys to values, and draws keys with replacement. In noisy recall, a noise token
     replaces a pair with probability `noise_share`, except in sequences that would then repeat no key.
 
     The label of a value is at its key.
