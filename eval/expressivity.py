@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import fla_train.models.auto  # noqa: F401  registers the models with the Auto classes
 from fla_train.eval.config import ExpressivityConfig
 from fla_train.eval.result import Measurements, Score
-from fla_train.eval.result_cache import Job, describe_code
+from fla_train.eval.result_cache import EvalJob, describe_code
 from fla_train.eval.session import Session
 from fla_train.hub.card import recorded_config
 from fla_train.hub.load import training_record
@@ -26,15 +26,15 @@ from fla_train.tasks.score import TaskScore
 from fla_train.tasks.task import Task
 
 
-def expressivity_jobs(session: Session, settings: ExpressivityConfig, trained: TaskConfig) -> Iterator[Job]:
-    """Yield a job for each test set of the task that was trained, and for each of `settings.lengths`.
+def expressivity_jobs(session: Session, config: ExpressivityConfig, trained: TaskConfig) -> Iterator[EvalJob]:
+    """Yield a job for each test set of the task that was trained, and for each of `config.lengths`.
 
     Raises:
         ValueError: the task has no length.
     """
-    for name, test in _tests(trained, settings).items():
-        request = asdict(settings) | {"trained": asdict(trained), "code": describe_code(type(test))}
-        yield Job("expressivity", name, request, partial(_measure, session, settings, trained, name, test))
+    for name, test in _tests(trained, config).items():
+        request = asdict(config) | {"trained": asdict(trained), "code": describe_code(type(test))}
+        yield EvalJob("expressivity", name, request, partial(_measure, session, config, trained, name, test))
 
 
 def trained_task(
@@ -58,12 +58,12 @@ def trained_task(
     return task
 
 
-def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
+def _tests(task: TaskConfig, config: ExpressivityConfig) -> dict[str, Task]:
     """Return the training's test sets, and those of the requested lengths."""
     tests = tasks_for_testing(task)
-    if settings.lengths and task_class(task.kind).length_option != "length":
+    if config.lengths and task_class(task.kind).length_option != "length":
         raise ValueError(f"suite.expressivity.lengths: the length_option of task {task.kind} is not 'length'")
-    for length in settings.lengths:
+    for length in config.lengths:
         options = {**task.options, "length": length}
         tests[f"length_{length}"] = make_task(task.kind, options, seed=TEST_SEED)
     return tests
@@ -71,21 +71,21 @@ def _tests(task: TaskConfig, settings: ExpressivityConfig) -> dict[str, Task]:
 
 @torch.no_grad()
 def _measure(
-    session: Session, settings: ExpressivityConfig, trained: TaskConfig, name: str, task: Task
+    session: Session, config: ExpressivityConfig, trained: TaskConfig, name: str, task: Task
 ) -> Measurements:
     model, ranks = session.model, session.ranks
     scores = []
-    starts = range(0, settings.sequences, settings.batch_size)[ranks.rank :: ranks.world]
+    starts = range(0, config.sequences, config.batch_size)[ranks.rank :: ranks.world]
     for start in tqdm(starts, desc=name, disable=not session.progress):
-        batch = task.batch(range(start, min(start + settings.batch_size, settings.sequences)))
+        batch = task.batch(range(start, min(start + config.batch_size, config.sequences)))
         logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
         scores.append(TaskScore.of(task, logits, batch))
     total = reduce(add, [score for of_rank in ranks.gather(scores) for score in of_rank])
     # The settings of training do not change the test set.
-    fingerprint = repr((trained.kind, trained.options, trained.tests.get(name), name, settings.sequences))
+    fingerprint = repr((trained.kind, trained.options, trained.tests.get(name), name, config.sequences))
     measured = Measurements(accuracy={name: total.curve(task)})
     for metric, value in total.scalars(task).items():
-        facts = {"documents": settings.sequences, "higher_is_better": True, "fingerprint": fingerprint}
+        facts = {"documents": config.sequences, "higher_is_better": True, "fingerprint": fingerprint}
         chance = task.chance if metric == "token_accuracy" else None
         measured.scores.append(Score("expressivity", name, metric, value, chance=chance, **facts))
     measured.notes.append(f"Task {trained.kind}, {trained.options}, trained on {trained.train}.")

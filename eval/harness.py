@@ -28,7 +28,7 @@ from fla_train.eval.likelihood import Answer, log_likelihoods
 from fla_train.eval.memory import in_halves
 from fla_train.eval.parallel import OTHER_RANK, Ranks
 from fla_train.eval.result import Measurements
-from fla_train.eval.result_cache import Job
+from fla_train.eval.result_cache import EvalJob
 from fla_train.eval.scores import task_scores
 from fla_train.eval.sets import local_datasets, remedy
 from fla_train.hub.card import PREFIX
@@ -196,7 +196,7 @@ class FlaTrainLM(HFLM):
 
 def task_jobs(
     lm: FlaTrainLM, suite: SuiteConfig, *, mirror: str | None = None, samples: Path | None = None
-) -> Iterator[Job]:
+) -> Iterator[EvalJob]:
     """Yield a job for each of `suite.tasks`: tasks, groups or tags of lm-eval.
 
     Args:
@@ -248,7 +248,7 @@ def task_jobs(
         return Measurements(task_scores(results, loaded["tasks"], loaded["groups"]), notes=notes)
 
     for name in suite.tasks:
-        yield Job("tasks", name, settings, partial(work, name))
+        yield EvalJob("tasks", name, settings, partial(work, name))
 
 
 def task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:

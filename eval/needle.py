@@ -35,7 +35,7 @@ from fla_train.eval.documents import file_texts
 from fla_train.eval.intervals import mean, proportion_interval
 from fla_train.eval.memory import in_halves
 from fla_train.eval.result import Measurements, Score
-from fla_train.eval.result_cache import Job
+from fla_train.eval.result_cache import EvalJob
 from fla_train.eval.session import Session
 from fla_train.hub.generate import continue_tokens
 
@@ -173,7 +173,7 @@ def make_sample(
     return Sample(text, (*prefix, *tokens), value)
 
 
-def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
+def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[EvalJob]:
     """Yield a job for each of `config.tasks`, `config.prompts` and `config.lengths`.
 
     Lengths beyond a model's table of positions are left out.
@@ -194,7 +194,7 @@ def needle_jobs(session: Session, config: NeedleConfig) -> Iterator[Job]:
     for task, prompt, length in product(config.tasks, config.prompts, lengths):
         haystack, read = (noise, None) if task == "niah_single_1" else (texts, files)
         work = partial(_measure, session, config, task, prompt, length, haystack)
-        yield Job("needle", f"{task}/{prompt}/{length}", settings | {"files": read}, work)
+        yield EvalJob("needle", f"{task}/{prompt}/{length}", settings | {"files": read}, work)
 
 
 def _measure(

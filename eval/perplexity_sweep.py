@@ -23,7 +23,7 @@ from fla_train.eval.documents import (
 from fla_train.eval.intervals import Estimate
 from fla_train.eval.perplexity import LossTable, bucket_edges, loss_table
 from fla_train.eval.result import Curve, Measurements, Score
-from fla_train.eval.result_cache import Job
+from fla_train.eval.result_cache import EvalJob
 from fla_train.eval.session import Session
 from fla_train.eval.sets import PAPER_SETS, hub_documents, mirror_folder
 
@@ -35,7 +35,7 @@ DIFFERENT_TEXT = (
 )
 
 
-def perplexity_jobs(session: Session, config: PerplexityConfig) -> Iterator[Job]:
+def perplexity_jobs(session: Session, config: PerplexityConfig) -> Iterator[EvalJob]:
     """Yield a job for each of `config.sets`, or for the run's validation split if there are none.
 
     Raises:
@@ -59,7 +59,7 @@ def perplexity_jobs(session: Session, config: PerplexityConfig) -> Iterator[Job]
             documents = file_documents(path, session.tokenizer, config.text_column)
         work = partial(_measure, session, config, name, documents)
         files = {"path": path, "files": _files(path, session.mirror)}
-        yield Job("perplexity", name, settings | files, work)
+        yield EvalJob("perplexity", name, settings | files, work)
 
 
 def _files(path: str | None, mirror: str | None) -> list[dict] | None:

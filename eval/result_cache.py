@@ -16,7 +16,7 @@ from fla_train.utils.safe_files import find_json
 
 
 @dataclass(frozen=True)
-class Job:
+class EvalJob:
     """One set or task to measure.
 
     Attributes:
@@ -32,8 +32,8 @@ class Job:
     work: Callable[[], Measurements]
 
 
-def run_jobs(
-    jobs: Iterable[Job], result: EvalResult, folder: Path, identity: dict[str, Any], ranks: Ranks = ALONE
+def run_eval_jobs(
+    jobs: Iterable[EvalJob], result: EvalResult, folder: Path, identity: dict[str, Any], ranks: Ranks = ALONE
 ) -> None:
     """Add what each job measures to `result`, or its error. A user error of one rank ends the job on all.
 

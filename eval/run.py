@@ -17,7 +17,7 @@ from fla_train.eval.needle import needle_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.perplexity_sweep import perplexity_jobs
 from fla_train.eval.result import EvalResult, find_result, unique
-from fla_train.eval.result_cache import Job, describe_code, run_jobs
+from fla_train.eval.result_cache import EvalJob, describe_code, run_eval_jobs
 from fla_train.eval.session import Session
 from fla_train.eval.sets import mirror_folder
 from fla_train.eval.tables import write_tables
@@ -89,7 +89,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
                 if ranks.rank == 0:
                     held.enter_context(output_lock(folder))
             jobs = _jobs(session, config, result, folder)
-            run_jobs(jobs, result, folder / "parts", identity, ranks)
+            run_eval_jobs(jobs, result, folder / "parts", identity, ranks)
             if few := unique(score.data for score in result.scores if score.documents < FEW):
                 names = ", ".join(few)
                 result.notes.append(f"Fewer than {FEW} documents, so standard errors are rough: {names}.")
@@ -127,7 +127,7 @@ def _task_window(session: Session, suite: SuiteConfig) -> int:
     return suite.max_length or min(length, limit or length)
 
 
-def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path) -> list[Job]:
+def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path) -> list[EvalJob]:
     """Return the jobs of the suite, after every check that needs no work."""
     suite, jobs = config.suite, []
     if suite.expressivity is not None:

@@ -69,7 +69,7 @@ def hub_documents(
         chosen: one of `PAPER_SETS`.
         tokenizer: of the model.
         mirror: folder with local copies, see `local_datasets`; None: a stream from the Hub, which is not
-        kept.
+            kept.
 
     Raises:
         ValueError: the set cannot be read.

@@ -118,8 +118,8 @@ def run_jobs(
         seconds: time for all of it. Jobs are asked to save and stop `GRACE` seconds before its end.
 
     Returns:
-        the reason of each failed job by name, and the signal that stopped the list (SIGTERM at the end of
-            `seconds`) or None.
+        The error of each failed job by name, and the signal that stopped the list (SIGTERM at the end of
+        `seconds`) or None.
     """
     signals: list[int] = []  # received
     handled = (signal.SIGINT, *SIGNALS)

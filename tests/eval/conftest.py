@@ -17,7 +17,7 @@ from fla_train.eval.config import SuiteConfig
 from fla_train.eval.harness import task_jobs
 from fla_train.eval.parallel import ALONE, Ranks
 from fla_train.eval.result import EvalResult
-from fla_train.eval.result_cache import Job, run_jobs
+from fla_train.eval.result_cache import EvalJob, run_eval_jobs
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
@@ -119,10 +119,10 @@ def write_mirror(folder: Path, sets: dict[tuple[str, str, str], list[dict]]) -> 
     return folder
 
 
-def measure(jobs: Iterable[Job], folder: Path, ranks: Ranks = ALONE) -> EvalResult:
+def measure(jobs: Iterable[EvalJob], folder: Path, ranks: Ranks = ALONE) -> EvalResult:
     """Run the jobs with a cache in `folder`."""
     result = EvalResult(name="model", suite={"name": "test", "tasks": []})
-    run_jobs(jobs, result, folder, {}, ranks)
+    run_eval_jobs(jobs, result, folder, {}, ranks)
     return result
 
 
