@@ -211,11 +211,12 @@ def task_jobs(
     """
     if suite.apply_chat_template and not getattr(lm.tokenizer, "chat_template", None):
         raise ValueError("suite.apply_chat_template: the checkpoint's tokenizer has no chat template")
-    manager = task_manager(suite.tasks, suite.include_path)
+    include_path = None if suite.include_path is None else Path(suite.include_path).expanduser()
+    manager = task_manager(suite.tasks, include_path)
     keys = ("num_fewshot", "limit", "gen_kwargs", "apply_chat_template", "system_instruction")
     options = {key: getattr(suite, key) for key in keys}
     settings = options | {key: getattr(suite, key) for key in ("seed", "max_length", "save_samples")}
-    settings |= {"mirror": mirror, "definitions": _definitions(suite.include_path)}
+    settings |= {"mirror": mirror, "definitions": _definitions(include_path)}
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     if suite.seed is not None:
         options |= dict.fromkeys(seeds, suite.seed)
@@ -251,9 +252,9 @@ def task_jobs(
         yield EvalJob("tasks", name, settings, partial(work, name))
 
 
-def task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:
+def task_manager(names: Sequence[str], include_path: Path | None) -> TaskManager:
     """Return a manager that knows every name. Index lm-eval's tasks, which takes seconds, only if needed."""
-    if include_path is not None and not Path(include_path).is_dir():
+    if include_path is not None and not include_path.is_dir():
         raise ValueError(f"suite.include_path={include_path} is not a folder")
     for defaults in (False, True) if include_path else (True,):
         manager = TaskManager(include_path=include_path and str(include_path), include_defaults=defaults)
@@ -263,9 +264,9 @@ def task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskM
     raise ValueError(f"lm-eval has no {', '.join(unknown)}: see `lm-eval ls tasks` or suite.include_path")
 
 
-def _definitions(include_path: str | None) -> list:
+def _definitions(include_path: Path | None) -> list:
     """Return name, size and time of the files behind the user's tasks: edited files are other tasks."""
-    files = Path(include_path).rglob("*") if include_path else ()
+    files = include_path.rglob("*") if include_path else ()
     kept = sorted(f for f in files if f.suffix in (".yaml", ".py", ".jsonl", ".parquet"))
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in kept]
 

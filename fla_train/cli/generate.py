@@ -47,7 +47,7 @@ def register() -> None:
 def task(job: Job) -> int:
     settings: GenerateConfig = OmegaConf.to_object(job.config)
     require_valid(settings)
-    prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file))
+    prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file).expanduser())
     # These imports take seconds, which --help and an invalid request do not need.
     import torch
 

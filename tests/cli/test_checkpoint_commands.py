@@ -45,7 +45,8 @@ def test_greedy_continuations_are_those_of_transformers(run, tmp_path, run_comma
     file = tmp_path / "prompts.txt"
     file.write_text("\ufeff" + "\n".join(prompts) + "\n")
     words = ("fla-generate", f"checkpoint={run}", "max_new_tokens=8", "temperature=0", "device=cpu")
-    code, out, err = run_command(*words, f"prompt_file={file}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out, err = run_command(*words, "prompt_file=~/prompts.txt")
     assert code == 0, err
     rows = [json.loads(line) for line in out.strip().split("\n")]
     assert [row["prompt"] for row in rows] == prompts

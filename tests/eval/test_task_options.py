@@ -29,11 +29,12 @@ def group(folder: Path, name: str, members: list[str], **settings: object) -> No
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(definition))
 
 
-def test_prompts_that_lose_their_beginning_are_counted(tasks, scholar, tokenizer, run_tasks) -> None:
+def test_prompts_that_lose_their_beginning_are_counted(tasks, scholar, tokenizer, run_tasks, monkeypatch):
     """Once, though four answers share a prompt."""
+    monkeypatch.setenv("HOME", str(tasks.parent))
     for length, counts in ((20, {"quiz": 2, "recite": 2, "few": 1}), (60, {})):
         lm = FlaTrainLM(scholar, tokenizer, batch_size=4, max_length=length)
-        notes = run_tasks(lm, ["quiz", "recite", "few"], include_path=tasks).notes
+        notes = run_tasks(lm, ["quiz", "recite", "few"], include_path=f"~/{tasks.name}").notes
         window = "prompts are cut to 20 tokens"
         assert [note.partition(" are")[0] for note in notes if window in note] == [
             f"{name}: {count} prompts" for name, count in counts.items()
