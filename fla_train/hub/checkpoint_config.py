@@ -48,11 +48,6 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path | str:
     raise ValueError(f"{name} does not exist: {REMEDY}")
 
 
-def has_tokenizer(source: Path | str) -> bool:
-    """Return False for a folder without tokenizer files, such as an export of a synthetic task's model."""
-    return isinstance(source, str) or any(source.glob("tokenizer*"))
-
-
 def read_training_record(source: Path | str, commit: str | None = None) -> dict:
     """Return `training_record` of an export folder, or of a Hub name at `commit`, without unknown fields.
 

@@ -6,17 +6,12 @@ from pathlib import Path
 import torch
 
 from fla_train.hub.card import CardInfo
-from fla_train.hub.checkpoint_config import (
-    config_content,
-    has_tokenizer,
-    one_line_errors,
-    read_training_record,
-)
+from fla_train.hub.checkpoint_config import config_content, one_line_errors, read_training_record
 from fla_train.hub.checksums import visible_files
 from fla_train.hub.export import export_model, require_apart
 from fla_train.hub.formats import FORMATS, OURS, format_name
 from fla_train.hub.load import load_causal_lm, load_checkpoint_tokenizer
-from fla_train.hub.paths import public_name
+from fla_train.hub.paths import has_tokenizer, public_name
 from fla_train.models.configuration import DeltaProductConfig
 
 

@@ -11,7 +11,6 @@ from fla_train.hub.checkpoint_config import (
     class_was_chosen,
     config_content,
     find_translation,
-    has_tokenizer,
     one_line_errors,
     read_training_record,
     resolve_checkpoint,
@@ -19,6 +18,7 @@ from fla_train.hub.checkpoint_config import (
 from fla_train.hub.checksums import REMEDY, find_export_damage
 from fla_train.hub.formats import FORMATS, format_name
 from fla_train.hub.formats.read import load_reported
+from fla_train.hub.paths import has_tokenizer
 from fla_train.utils.errors import MixerError
 
 FALLBACK_LENGTH = 2048

@@ -1,10 +1,15 @@
-"""Short names of folders and models without local paths, and the run folder of an export."""
+"""Name folders and models without local paths, and tell what a folder of a checkpoint holds."""
 
 import os
 import re
 from pathlib import Path
 
 STEP = re.compile(r"step-(\d+)")
+
+
+def has_tokenizer(source: Path | str) -> bool:
+    """Return False for a folder without tokenizer files, such as an export of a synthetic task's model."""
+    return isinstance(source, str) or any(source.glob("tokenizer*"))
 
 
 def last_component(path: str | Path) -> str:

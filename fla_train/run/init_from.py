@@ -8,12 +8,8 @@ from typing import Any
 from fla_train.data.config import TokenizerConfig
 from fla_train.data.tokenizers import same_tokenizer
 from fla_train.hub.card import recorded_config
-from fla_train.hub.checkpoint_config import (
-    has_tokenizer,
-    read_config,
-    read_training_record,
-    resolve_checkpoint,
-)
+from fla_train.hub.checkpoint_config import read_config, read_training_record, resolve_checkpoint
+from fla_train.hub.paths import has_tokenizer
 from fla_train.models.build import TOKEN_IDS, is_zoo, model_node, model_settings
 from fla_train.models.settings import FREE_FIELDS
 from fla_train.training.config import TrainConfig
