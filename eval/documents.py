@@ -25,7 +25,7 @@ from fla_train.data.tokenizers import encode
 from fla_train.hub.saved_config import kept_tokenizer, read_saved
 from fla_train.utils.safe_files import find_json
 
-# Without a number of sequences, they have the longest length of which there are this many.
+# Without a number of sequences, they have the longest length of which there are at least this many.
 LEAST_SEQUENCES = 32
 # 4 bytes for a token; a Python list takes 36.
 TOKEN = np.dtype("<u4")
@@ -121,7 +121,7 @@ def longest_documents(
 ) -> list[np.ndarray]:
     """Return the `count` longest of the first `scan` documents, [tokens] each, cut to `length + 1` tokens.
 
-    Of documents that reach the cut the first ones are taken. None for `count` or `scan` means all.
+    If too many documents reach the cut, the first of them are returned. None for `count` or `scan` means all.
     """
     # Copy the tokens, because a view would keep the whole document.
     cut = (np.array(document[: length + 1], dtype=TOKEN) for document in _scanned(documents, scan, progress))

@@ -96,7 +96,7 @@ def _draw_positions(panel: Axes, results: Sequence[EvalResult], key: tuple[str, 
 
 
 def _metric(results: Sequence[EvalResult]) -> str:
-    """Return `bits_per_byte` if the models read other tokens of one set and all bytes are known."""
+    """Return `bits_per_byte` if models tokenize a set differently and its bytes are known, else `perplexity`."""
     scores = [(result, score) for result in results for score in result.in_section("perplexity")]
     prints = {(score.data, score.fingerprint) for _, score in scores}
     same_tokens = len(prints) == len({data for data, _ in prints})
@@ -110,9 +110,10 @@ def _points(scores: Sequence[Score]) -> Iterator[tuple]:
 
 
 def _line(panel: Axes, i: int, label: str | None, points: Iterable[Sequence], **style: object) -> None:
-    """Plot x, y, low and high of evaluation `i`, with the 95% intervals as a band; as a bar at one point.
+    """Plot values of evaluation `i` and their 95% intervals, as a band or, for a single point, as a bar.
 
-    Intervals may be None or NaN.
+    Args:
+        points: x, y, and the lower and upper ends of the intervals, which may be None or NaN.
     """
     x, y, low, high = (np.array(values, float) for values in points)
     panel.plot(x, y, color=f"C{i}", label=label, **style)

@@ -27,12 +27,12 @@ def per_document_scores(
 ) -> tuple[list[float], float] | None:
     """Split a task's score over its documents.
 
-    The mean of the parts is the score, or its logarithm for a perplexity. Where documents have weights (a
-    perplexity by words) the parts are linear: the change of the quotient if a document counted once more.
+    The mean of the parts is the score, or its logarithm for a perplexity. If documents have weights (a
+    perplexity by words), a document's part is the linear change of the quotient if it counted once more.
 
     Args:
         aggregation: of the metric, as the task's definition names it.
-        items: for each document what `aggregation` takes: a number, or a sum and its weight.
+        items: the input of `aggregation` for each document: a number, or a sum and its weight.
 
     Returns:
         The documents' parts and the standard error of the score. None for an aggregation that is not a sum

@@ -12,8 +12,8 @@ from fla_train.utils.permutation import permute
 class ContiguousDataset:
     """Sequence i belongs to row i % rows, and follows sequence i - rows in the text unless the row jumps.
 
-    The text of a dataset is divided evenly among its rows. Each row reads its share in order and begins the
-    next epoch elsewhere: an epoch has a seeded first position, and goes round the end of the text.
+    The text of a dataset is divided evenly among its rows, and each row reads its share in order. Each epoch
+    begins at another seeded position of the text and wraps around its end.
 
     Args:
         datasets: in the order of their text (`seed=None`).
@@ -52,7 +52,7 @@ class ContiguousDataset:
         datasets = self._dataset_of_row[rows]
         epochs, steps_in_epoch = np.divmod(steps, self._row_lengths[datasets])
         positions = self._row_in_dataset[rows] * self._row_lengths[datasets] + steps_in_epoch
-        # Each epoch of a dataset begins elsewhere, and goes round the end of the text.
+        # Each epoch of a dataset begins at another position and wraps around the end of the text.
         for dataset, epoch in {*zip(datasets.tolist(), epochs.tolist(), strict=True)}:
             chosen = (datasets == dataset) & (epochs == epoch)
             size = len(self._datasets[dataset])

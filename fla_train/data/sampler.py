@@ -1,4 +1,4 @@
-"""Batch sampler (which sequences a rank gets at a step), prefetching loader, and packing of documents."""
+"""Choose the sequences of each rank and step, read them ahead, and pack documents."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ IGNORE = -100  # label of a position without a target, as in torch and transform
 
 
 class Batch(NamedTuple):
-    """A micro-batch: rows of equal length, or the same in one line as packed documents.
+    """A micro-batch: rows of equal length, or all of them in one row of packed documents.
 
-    With context parallelism it is a part of the rows. Fields have the names by which models take them.
+    With context parallelism it is a part of the rows. Fields are named as the arguments of models.
 
     Attributes:
         input_ids: [B, T] int64.
         labels: [B, T] int64, aligned with `input_ids`; -100 without a target. None in a part.
         cu_seqlens: [S + 1] int32 bounds of the documents in a single whole row (B = 1), or None.
-        max_length_q: how long these documents may be (tokens).
+        max_length_q: upper bound of the length of these documents (tokens).
         continues: [rows] bool, whether a row begins where the same row of the last step ended, in its
             document; None: the order is unknown. Models do not get it.
         shift_labels: in a part in place of `labels`, the target of each token.

@@ -48,7 +48,7 @@ def is_held_out(raw: bytes, validation_fraction: float) -> bool:
 
 
 class Limits(NamedTuple):
-    """Limits that are left: documents of both splits, tokens of the training split."""
+    """Documents of both splits and tokens of the training split that may still be read."""
 
     documents: float = math.inf
     tokens: float = math.inf
@@ -229,7 +229,7 @@ def _write_now(encoder: Encoder, *arguments: Any) -> Future[Record]:
 
 @contextmanager
 def writers(encoder: Encoder, size: int) -> Iterator[Callable[..., Future[Record]]]:
-    """Yield a function as `Encoder.write`, which has one of `size` processes do it and returns a future.
+    """Yield a function that calls `Encoder.write` in one of `size` processes and returns a future.
 
     The processes end with the block, or with this process, even by kill -9, because their pipe ends.
     """
