@@ -96,7 +96,7 @@ def _draw_positions(panel: Axes, results: Sequence[EvalResult], key: tuple[str, 
 
 
 def _metric(results: Sequence[EvalResult]) -> str:
-    """Return `bits_per_byte` if models tokenize a set differently and its bytes are known, else `perplexity`."""
+    """Return `bits_per_byte` if models tokenize a set differently and bytes are known, else `perplexity`."""
     scores = [(result, score) for result in results for score in result.in_section("perplexity")]
     prints = {(score.data, score.fingerprint) for _, score in scores}
     same_tokens = len(prints) == len({data for data, _ in prints})

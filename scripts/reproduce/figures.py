@@ -202,7 +202,8 @@ def recall(name: str) -> None:
 
 def mqar(name: str) -> None:
     """Draw the accuracy on MQAR against the steps of the whole recipe, by width."""
-    lines = {"width 128, mixture": "-.", "width 64": ":", "width 128": "--", "width 256": "-", "width 512": "o-"}
+    lines = {"width 128, mixture": "-.", "width 64": ":", "width 128": "--"}
+    lines |= {"width 256": "-", "width 512": "o-"}
     with figure(name, (3.8, 2.6)) as (panel,):
         for label, style in lines.items():
             tests = read("paper-recipes.json")["runs"][f"MQAR without convolutions, {label}"]["tests"]
