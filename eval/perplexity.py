@@ -27,8 +27,8 @@ from fla_train.utils.errors import described
 
 # Names of the cache in a model's output: transformers from 5.24 on, most models before, Mamba, RWKV.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
-# Tokens of the check that a model's cache reproduces a single forward pass.
-TRIED = 32
+# Tokens of the check that chunks with a cache reproduce a single forward pass.
+CHECKED_TOKENS = 32
 # Relative rounding of logits in fp32 (with TF32), and in 16 bits.
 ROUNDING, COARSE_ROUNDING = 1e-3, 0.03
 
@@ -143,7 +143,7 @@ def loss_table(
     longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     ours = isinstance(model, DeltaProductForCausalLM) and model.config.mixer is None
     if max(lengths, default=0) > chunk and not ours:
-        ids = stack_tokens([sequences[longest_first[0]]], prefix, 0, min(max(lengths), TRIED))
+        ids = stack_tokens([sequences[longest_first[0]]], prefix, 0, min(max(lengths), CHECKED_TOKENS))
         if problem := find_cache_problem(model, ids, chunk):
             limits = f"the model ({model.config.model_type}) {problem} and reads at most {chunk:,} tokens"
             raise ValueError(f"{limits}: raise suite.perplexity.chunk to the longest length")

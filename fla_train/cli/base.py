@@ -26,7 +26,7 @@ from fla_train.training.log import log
 from fla_train.utils.keys import rule
 from fla_train.utils.overrides import assign, parse_all, pop_leaves
 
-STARTS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
+START_KEYS = {"experiment", "debug", "model", "task", "data", "init_from"}  # begin a new run
 
 
 def with_base(overrides: Sequence[str], *, sweep: bool = False, config_dir: str | None = None) -> list[str]:
@@ -100,7 +100,7 @@ def check_run_or_start(overrides: Sequence[str]) -> None:
     parsed = parse_all(overrides)
     keys = {o.key_or_group.split(".")[0] for o in parsed}
     run = next((o.value() for o in parsed if o.key_or_group == "run.dir"), None)
-    if run and not keys & STARTS and not (Path(str(run)).expanduser() / "config.yaml").is_file():
+    if run and not keys & START_KEYS and not (Path(str(run)).expanduser() / "config.yaml").is_file():
         raise ValueError(f"run.dir={run} holds no run: name experiment=, model= or data= for a new one")
 
 

@@ -30,14 +30,14 @@ from fla_train.utils.filesystem import write_whole
 from fla_train.utils.overrides import assign
 from fla_train.utils.safe_files import read_json
 
-SINGLE = ("launch.num_processes=1", "logger=none")
-LARGEST = 2**14  # steps of a size that is solved for
+SINGLE_PROCESS = ("launch.num_processes=1", "logger=none")
+MOST_STEPS = 2**14  # limit of a size that is solved for, in steps of `multiple`
 # Limits of small models on an H100 or H200, measured with 50M parameters: seconds until a run's first step
 # (20 to 37), and tokens/s of a run that has the GPU to itself (400,000 to 900,000).
 START, SPEED = 30, 600_000
-CONTEXT = 2048  # tokens before the generated ones, whose time is measured
+DECODING_CONTEXT = 2048  # tokens before the generated ones, whose time is measured
 DECODING = "decoding/decoding.json"
-TEXT = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
+COLUMNS = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
 
 
 def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
@@ -57,7 +57,7 @@ def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
         return count_parameters(countable(OmegaConf.to_container(changed))).total
 
     most = 1
-    while count(most) < target and most < LARGEST:
+    while count(most) < target and most < MOST_STEPS:
         most *= 2
     if not count(1) <= target <= count(most):
         span = f"{size.field} gives {count(1):,} to {count(most):,} parameters, not {target:,}"
@@ -79,7 +79,7 @@ def plan_model(
     Raises:
         ValueError: the overrides do not fit, the validation split is too short, or the size can't be solved.
     """
-    plan = resolve(compose(*overrides, *SINGLE), data=data)
+    plan = resolve(compose(*overrides, *SINGLE_PROCESS), data=data)
     if plan.config.task is not None:
         raise ValueError("models are compared on text: write tasks in `tasks`")
     if plan.validation_tokens and max(plan.validation_tokens.values()) < plan.config.trainer.seq_len:
@@ -89,7 +89,7 @@ def plan_model(
     if size.field is None or target in (None, plan.parameters_held):
         return plan, []
     solved = assign(size.field, solve_size(plan.config.model, size, target))
-    return resolve(compose(*overrides, solved, *SINGLE), data=data), [solved]
+    return resolve(compose(*overrides, solved, *SINGLE_PROCESS), data=data), [solved]
 
 
 def run_state(folder: Path) -> str:
@@ -139,7 +139,7 @@ class Comparison:
             try:
                 plan, size = plan_model(on_text, config.sizes.get(name), target, data)
                 for overrides in tasks.values():
-                    resolve(compose(*overrides, *SINGLE))
+                    resolve(compose(*overrides, *SINGLE_PROCESS))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             self.plans[name] = plan, size
@@ -200,7 +200,7 @@ class Comparison:
             if name.endswith(self.first_seed):
                 file = training.folder / DECODING
                 vocabulary = self.plans[name.split("/")[0]][0].config.model["vocab_size"]
-                arguments = ["generate", "--batch=1", f"--contexts={CONTEXT}", f"--json={file}"]
+                arguments = ["generate", "--batch=1", f"--contexts={DECODING_CONTEXT}", f"--json={file}"]
                 arguments += [*self.overrides[name], f"model.vocab_size={vocabulary}"]
                 jobs[f"{name}/decoding"] = Job("bench", arguments, file.parent, partial(_state_of_file, file))
         return jobs
@@ -233,7 +233,7 @@ class Comparison:
             if metric not in metrics:
                 raise ValueError(f"tasks.{task}.metric={metric} is not in {folder / 'metrics.jsonl'}")
             return {f"{task} {metric}": float(metrics[metric].iloc[-1])}
-        metrics = metrics.reindex(columns=TEXT).astype(float)
+        metrics = metrics.reindex(columns=COLUMNS).astype(float)
         loss, bits = metrics[["validation_loss", "validation_bits_per_byte"]].iloc[-1]
         numbers = {
             LOSS: loss if state == "finished" and math.isfinite(loss) else math.inf,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIAL = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS}
-FILES = (".json", ".model")  # endings of tokenizers that are a single file
+FILE_ENDINGS = (".json", ".model")  # endings of tokenizers that are a single file
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
 _PROBE = "Hello  world,\n\tdéjà 2025 日本\n    x  =  [1]"
@@ -148,7 +148,7 @@ def _wrap(backend: tokenizers.Tokenizer, **special: str) -> "PreTrainedTokenizer
 def _pretrained(name: str, eos_token: str | None, offline: bool) -> "PreTrainedTokenizerBase":
     """Load a folder, a file or a Hub name as `load_tokenizer` does, and set its end-of-sequence token."""
     path = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(FILES)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(FILE_ENDINGS)
     if looks_local and not path.exists():
         raise ValueError(f"data.tokenizer.name={name}: no such folder or file")
     try:

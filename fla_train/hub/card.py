@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the launcher of a run reads records but imports no models, 
 TRAINING_FILE = "training.json"  # a CardInfo as JSON
 PREFIX = "document_prefix"  # key of an export's config: the token ids before each document, none or one
 CHECKPOINT = 'checkpoint = "{}"'  # the line of the card's code that names the repository
-USE = "## Use\n"  # the heading before which the results of evaluations are inserted
+USE_HEADING = "## Use\n"  # the heading before which the results of evaluations are inserted
 _ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
@@ -158,7 +158,7 @@ def published_card(
         data.eval_results = [*(data.eval_results or ()), *results]
         rows = (f"| {r.dataset_name} | {r.metric_type} | {r.metric_value:.4f} |" for r in results)
         table = "\n".join(["| evaluated on | metric | value |", "|---|---|---|", *rows])
-        card.text = card.text.replace(USE, f"## Evaluation\n\n{table}\n\n{USE}", 1)
+        card.text = card.text.replace(USE_HEADING, f"## Evaluation\n\n{table}\n\n{USE_HEADING}", 1)
     return str(card)
 
 
