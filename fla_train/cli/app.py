@@ -203,6 +203,17 @@ def sweep_jobs(overrides: Sequence[str], config_dir: str | None = None) -> list[
     return jobs
 
 
+def _handle_flags(config_name: str, task: Callable[[Job], int | None], arguments: Sequence[str]) -> None:
+    """Let Hydra handle flags such as `--cfg` and `--info`. It does not run `task` then."""
+    sys.argv[1:] = arguments
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    main = hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)
+    try:
+        main(task)()
+    except Exception as failure:
+        raise ValueError(one_line(failure)) from failure
+
+
 @plain_errors()
 def run_hydra(
     config_name: str,
@@ -244,13 +255,8 @@ def run_hydra(
             errors |= dict.fromkeys(str(error).split("\n  "))
     require_none([*errors])
     if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info or flags.resolve:
-        sys.argv[1:] = [*flag_words, *overrides]  # Hydra rejects overrides on both sides of flags
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-        main = hydra.main(version_base="1.3", config_path="pkg://fla_train.configs", config_name=config_name)
-        try:
-            main(task)()
-        except Exception as failure:
-            raise ValueError(one_line(failure)) from failure
+        # Hydra rejects overrides on both sides of flags.
+        _handle_flags(config_name, task, [*flag_words, *overrides])
         return
 
     differ = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]

@@ -179,13 +179,8 @@ def tokenize_source(
         ValueError: as reading the source. The shards that are complete stay.
         Interrupted: a process died.
     """
-    left = limits = Limits(max_documents or math.inf, max_tokens or math.inf)
-    done: list[Record] = []  # records of the complete first shards, behind which a stream continues
-    while (record := read_record(folder, len(done))) and not left.reached_by(record):
-        done.append(record)
-        left = left.after(record)
-    left = limits
-    pieces = slices(done)
+    left = Limits(max_documents or math.inf, max_tokens or math.inf)
+    pieces = slices(_finished_records(folder, left))
     first_two = list(islice(pieces, 2))
     if num_workers is None:
         num_workers = available_cores() if len(first_two) > 1 else 0
@@ -218,6 +213,15 @@ def tokenize_source(
             if left.reached_by(record):
                 return
             left = left.after(record)
+
+
+def _finished_records(folder: Path, left: Limits) -> list[Record]:
+    """Return the records of the first shards up to a missing one or the limits. A stream continues there."""
+    records: list[Record] = []
+    while (record := read_record(folder, len(records))) and not left.reached_by(record):
+        records.append(record)
+        left = left.after(record)
+    return records
 
 
 def _write_now(encoder: Encoder, *arguments: Any) -> Future[Record]:
