@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
-from huggingface_hub.errors import LocalEntryNotFoundError
 from sentencepiece import SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from fla_train.data.config import TokenizerConfig
-from fla_train.utils.errors import Interrupted
-from fla_train.utils.hub_names import hub_or_cache
+from fla_train.utils.hub_names import hub_or_cache, read_error
 from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:
@@ -158,11 +156,11 @@ def _pretrained(name: str, eos_token: str | None, offline: bool) -> "PreTrainedT
         if offline and not path.exists():
             raise TokenizerNotCached(name) from failure
         reason = str(failure).strip().partition("\n")[0][:300]
-        unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
-        raise (Interrupted if unreachable else ValueError)(
+        message = (
             f"data.tokenizer.name={name}: cannot be loaded ({reason}); give a folder with tokenizer.json, "
             "tokenizer.model or vocab.json + merges.txt, a Hub name that is cached or reachable, bytes or bpe"
-        ) from failure
+        )
+        raise read_error(failure, message) from failure
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             raise ValueError(f"data.tokenizer.eos_token={eos_token} is not in the vocabulary of {name}")

@@ -10,13 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from huggingface_hub.errors import LocalEntryNotFoundError
-
 from fla_train.hub.card import TRAINING_FILE, CardInfo, recorded_config
 from fla_train.hub.paths import STEP
 from fla_train.models.settings import FIELDS, DeltaProductSettings
-from fla_train.utils.errors import Interrupted, MixerError
-from fla_train.utils.hub_names import hub_or_cache, is_hub_name
+from fla_train.utils.errors import MixerError
+from fla_train.utils.hub_names import hub_or_cache, is_hub_name, read_error
 from fla_train.utils.safe_files import check_fields, read_json
 
 if TYPE_CHECKING:
@@ -159,8 +157,7 @@ def one_line_errors(source: Path | str) -> Iterator[None]:
         with nullcontext() if isinstance(source, Path) else hub_or_cache():
             yield
     except Exception as failure:
-        unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
-        raise (Interrupted if unreachable else ValueError)(_explain(source, failure)) from failure
+        raise read_error(failure, _explain(source, failure)) from failure
 
 
 def _explain(source: Path | str, failure: Exception) -> str:

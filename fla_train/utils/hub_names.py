@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fla_train.utils.errors import Interrupted
+
 ANSWER_TIMEOUT = 5  # seconds
 
 
@@ -44,6 +46,14 @@ def hub_failure() -> str | None:
     except Exception as error:  # the classes depend on the HTTP client of huggingface_hub
         return f"no answer from {constants.ENDPOINT} ({error})"
     return None
+
+
+def read_error(failure: Exception, message: str) -> ValueError:
+    """Return the error to raise for files that can't be read: `Interrupted` if the Hub did not answer."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    unreachable = isinstance(failure.__cause__, LocalEntryNotFoundError)
+    return Interrupted(message) if unreachable else ValueError(message)
 
 
 @contextmanager
