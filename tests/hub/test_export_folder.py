@@ -68,7 +68,7 @@ def test_token_ids_and_generation_settings_of_the_model_are_kept(tokenizer, tmp_
 
 
 def test_heads_too_wide_for_the_triton_operator_in_fp32(tmp_path: Path) -> None:
-    """It takes 256 key channels in bf16, so such a model trains, and 128 in fp32."""
+    """Triton takes 256 key channels in bf16, in which such a model trains, and 128 in fp32."""
     config = DeltaProductConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=1, head_dim=256)
     config.backend = "triton"
     export_model(DeltaProductForCausalLM(config), None, tmp_path / "export")
