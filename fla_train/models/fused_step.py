@@ -29,6 +29,7 @@ def takes_fused_step(model: PreTrainedModel) -> bool:
         resolve_operator(config.backend, model.device) == "triton"
         and resolve_backend("auto", weights[0]) == "triton"
         and config.hidden_act == "silu"
+        and config.norm_after != "all"
         and config.value_heads == config.num_heads  # one program per head shifts the inputs of its q and k
         and (not config.use_short_conv or 1 < config.conv_size <= MAX_TAPS)
         and next_power_of_2(config.head_dim) * next_power_of_2(config.head_v_dim) <= MAX_STATE

@@ -51,9 +51,11 @@ class DeltaProductSettings:
     over all tokens so far ("full_attention"), or over the last `sliding_window` of them
     ("sliding_attention"). None: all linear; a list shorter than the model repeats. `num_attention_heads`
     (None: `num_heads`), `num_key_value_heads` (None: as many), `sliding_window` and `rope_theta` (None: no
-    positions) belong to the attention layers. So do `use_qk_norm`, one RMSNorm over all channels of q and one
-    over those of k, and `norm_after`, which normalises the outputs of attention and MLP instead of their
-    inputs, both as in OLMo 2 (arXiv 2501.00656).
+    positions) belong to the attention layers. So does `use_qk_norm`, one RMSNorm over all channels of q and
+    one over those of k, as in OLMo 2 (arXiv 2501.00656).
+
+    Norms: `norm_after` normalises the outputs of mixer and MLP instead of their inputs, as in OLMo 2, in
+    "attention" layers or in "all". None: inputs everywhere.
 
     Custom mixers: `mixer` is the class of the linear layers, `package.module:Class`, built with
     `mixer_options` (None: `DeltaProductMixer`); `fla_train.models.mixers.Mixer` is its interface. A file
@@ -92,7 +94,7 @@ class DeltaProductSettings:
     sliding_window: int | None = key(None, at_least=2)
     rope_theta: float | None = key(10000.0, above=0)
     use_qk_norm: bool = False
-    norm_after: bool = False
+    norm_after: str | None = key(None, choices=("attention", "all"))
     mixer: str | None = None
     mixer_options: dict[str, Any] | None = None
     max_position_embeddings: int = key(2048, at_least=1, free=True)

@@ -202,10 +202,10 @@ def recall(name: str) -> None:
 
 def mqar(name: str) -> None:
     """Draw the accuracy on MQAR against the steps of the whole recipe, by width."""
-    lines = {"width 128, mixture": "-.", "width 64": ":", "width 128": "--"}
-    lines |= {"width 256": "-", "width 512": "o-"}
+    widths = {"64": ":", "128": "--", "256": "-", "512": "o-", "128, mixture": "-."}
     with figure(name, (3.8, 2.6)) as (panel,):
-        for label, style in lines.items():
+        for width, style in widths.items():
+            label = f"width {width}"
             tests = read("paper-recipes.json")["runs"][f"MQAR without convolutions, {label}"]["tests"]
             y = [test["train_setting/accuracy"] for test in tests]
             x = [test["step"] for test in tests]

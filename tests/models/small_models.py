@@ -13,12 +13,13 @@ from fla_train.models.modeling import DeltaProductForCausalLM
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2}
 OLMO = {
     "num_householder": 1, "num_v_heads": 4, "expand_v": 1.5, "use_output_gate": True, "o_norm_eps": 1e-5,
-    "rope_theta": None, "use_qk_norm": True, "norm_after": True,
+    "rope_theta": None, "use_qk_norm": True, "norm_after": "attention",
 }  # fmt: skip
 VARIANTS = {
     "delta_net": {"num_householder": 1, "use_forget_gate": False, "allow_neg_eigval": False},
     "gated_delta_product": {"use_output_gate": True, "expand_v": 2.0},
     "without_conv": {"num_householder": 3, "use_short_conv": False, "use_forget_gate": False},
+    "norm_after": {"norm_after": "all"},
     "hybrid": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 5},
     "wide_window": HYBRID | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 64},
     "transformer": HYBRID | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
@@ -26,7 +27,7 @@ VARIANTS = {
     "olmo_hybrid": HYBRID | {"layer_types": ["linear_attention", "full_attention"]} | OLMO,
 }
 every_variant = pytest.mark.parametrize(
-    "variant", ["gated_delta_product", "without_conv", "hybrid", "transformer", "olmo_hybrid"]
+    "variant", ["gated_delta_product", "without_conv", "norm_after", "hybrid", "transformer", "olmo_hybrid"]
 )
 
 

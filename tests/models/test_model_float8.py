@@ -138,7 +138,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize("changes", [{"use_output_gate": True}, MIXED | {"norm_after": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"use_output_gate": True}, MIXED | {"norm_after": "all"}], ids=str)
 def test_gradients_of_a_model_are_near_those_in_bf16(ids: Tensor, changes: dict) -> None:
     half, eighth = (loss_and_gradients(make_model(float8, **changes), ids) for float8 in (False, True))
     assert abs(eighth[0] - half[0]) < 1e-2

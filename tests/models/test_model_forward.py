@@ -38,7 +38,8 @@ def oracle_block(state: dict[str, torch.Tensor], config, x: torch.Tensor) -> tor
                     out[t] += taps[:, w] * y[source]
         return silu(out)
 
-    h = rms(x, state["attn_norm.weight"])
+    after = config.norm_after == "all"
+    h = x if after else rms(x, state["attn_norm.weight"])
     q, keys, values = (convolved(h @ state[f"attn.{c}_proj.weight"].T, c) for c in "qkv")
     mixed = torch.zeros(length, heads * v, dtype=x.dtype)
     for head in range(heads):
@@ -62,14 +63,16 @@ def oracle_block(state: dict[str, torch.Tensor], config, x: torch.Tensor) -> tor
             )
     if config.use_output_gate:
         mixed = mixed * silu(h @ state["attn.g_proj.weight"].T)
-    x = x + mixed @ state["attn.o_proj.weight"].T
-    h = rms(x, state["mlp_norm.weight"])
+    y = mixed @ state["attn.o_proj.weight"].T
+    x = x + (rms(y, state["attn_norm.weight"]) if after else y)
+    h = x if after else rms(x, state["mlp_norm.weight"])
     up = silu(h @ state["mlp.gate_proj.weight"].T) * (h @ state["mlp.up_proj.weight"].T)
-    return x + up @ state["mlp.down_proj.weight"].T
+    y = up @ state["mlp.down_proj.weight"].T
+    return x + (rms(y, state["mlp_norm.weight"]) if after else y)
 
 
 @pytest.mark.parametrize("backend", ["recurrent", "chunk"])
-@pytest.mark.parametrize("variant", ["delta_net", "gated_delta_product", "without_conv"])
+@pytest.mark.parametrize("variant", ["delta_net", "gated_delta_product", "without_conv", "norm_after"])
 @torch.no_grad()
 def test_logits_equal_the_equations(build, tokens, variant, backend):
     model = build(variant, backend=backend)

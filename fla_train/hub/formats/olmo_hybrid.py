@@ -43,7 +43,7 @@ IMPLIED = {  # values of our settings that every model of the class has
     "embedding_multiplier": 1.0,
     "o_norm_eps": 1e-5,
     "use_qk_norm": True,
-    "norm_after": True,
+    "norm_after": "attention",
     "mixer": None,
 }
 MODULES = {  # modules of a block by its layer type, ours: theirs
