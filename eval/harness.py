@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -211,7 +212,7 @@ def task_jobs(
     """
     if suite.apply_chat_template and not getattr(lm.tokenizer, "chat_template", None):
         raise ValueError("suite.apply_chat_template: the checkpoint's tokenizer has no chat template")
-    include_path = None if suite.include_path is None else Path(suite.include_path).expanduser()
+    include_path = Path(os.path.expanduser(suite.include_path)) if suite.include_path else None
     manager = task_manager(suite.tasks, include_path)
     keys = ("num_fewshot", "limit", "gen_kwargs", "apply_chat_template", "system_instruction")
     options = {key: getattr(suite, key) for key in keys}

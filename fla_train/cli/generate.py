@@ -4,6 +4,7 @@ fla-generate checkpoint=runs/my-run prompt="def main(" max_new_tokens=200 temper
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def register() -> None:
 def task(job: Job) -> int:
     settings: GenerateConfig = OmegaConf.to_object(job.config)
     require_valid(settings)
-    prompts = [] if settings.prompt_file is None else _lines(Path(settings.prompt_file).expanduser())
+    prompts = [] if settings.prompt_file is None else _lines(Path(os.path.expanduser(settings.prompt_file)))
     # These imports take seconds, which --help and an invalid request do not need.
     import torch
 

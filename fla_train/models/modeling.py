@@ -63,7 +63,7 @@ class Block(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the residual stream has the dtype of its widest addend.
 
     The residual stream is the sum of two tensors, x and update, which the next norm adds in its kernel. With
-    `config.norm_after` some blocks compute x + norm(mixer(x)), then x + norm(mlp(x)).
+    `config.norm_after` attention blocks, or all, compute x + norm(mixer(x)), then x + norm(mlp(x)).
     """
 
     def __init__(self, config: DeltaProductConfig, layer: int) -> None:
@@ -72,7 +72,7 @@ class Block(GradientCheckpointingLayer):
         self.attn = build_mixer(config, layer)
         self.linear = config.layer_types[layer] == "linear_attention"
         self.custom_mixer = config.mixer if self.linear else None
-        self.norm_after = config.norm_after in (("all",) if self.linear else ("all", "attention"))
+        self.norm_after = config.norm_after == "all" or (config.norm_after == "attention" and not self.linear)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
         for projection in (getattr(self.attn, "o_proj", None), self.mlp.down_proj):

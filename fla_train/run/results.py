@@ -21,7 +21,7 @@ from fla_train.training.run_folder import RunFolder, is_locked
 from fla_train.utils.keys import rule
 from fla_train.utils.overrides import flatten
 from fla_train.utils.records import Record, read_metrics
-from fla_train.utils.safe_files import find_json
+from fla_train.utils.safe_files import read_json
 
 if TYPE_CHECKING:  # each import needs a second
     import pandas
@@ -86,7 +86,10 @@ class Run:
         return count if isinstance(count, int) else None
 
     def _read_plan(self) -> dict[str, Any]:
-        return find_json(self.files.plan) or {}
+        try:
+            return read_json(self.files.plan)
+        except (OSError, ValueError):
+            return {}
 
     @property
     def records(self) -> list[Record]:

@@ -97,7 +97,7 @@ class GroupWords(Task):
             allowed = np.flatnonzero(group.moved <= max_moved)
             if len(allowed) < 2:
                 raise ValueError(f"max_moved={max_moved} leaves the identity of {group.name} only: raise it")
-        if count is None:
+        if count in (None, group.order):
             return allowed
         if not 1 <= count <= len(allowed):
             raise ValueError(f"elements={count}: choose 1 to {len(allowed)}, the elements that may be drawn")

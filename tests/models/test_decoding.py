@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from fla_train.kernels.fused_ops import flash_decoding
-from fla_train.models import decoding, modeling
+from fla_train.models import decoding, fused_step, modeling
 from fla_train.models.configuration import DeltaProductConfig
 from fla_train.models.modeling import DeltaProductForCausalLM
 
@@ -147,6 +147,13 @@ def test_attention_of_one_token(batch, rows, heads, kv_heads, size, monkeypatch)
     k, v = (x.masked_fill(~visible.mT, float("nan")) for x in (k, v))
     found = flash_decoding.attention_step(q, k, v, visible)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_norms_on_outputs_take_no_fused_step(build, monkeypatch):
+    for name in ("resolve_operator", "resolve_backend"):
+        monkeypatch.setattr(fused_step, name, lambda *_: "triton")
+    assert fused_step.takes_fused_step(build("gated_delta_product"))
+    assert not fused_step.takes_fused_step(build("norm_after"))
 
 
 @pytest.mark.gpu
