@@ -8,7 +8,7 @@ STEP = re.compile(r"step-(\d+)")
 
 
 def has_tokenizer(source: Path | str) -> bool:
-    """Return False for a folder without tokenizer files, such as an export of a synthetic task's model."""
+    """Return whether a folder has a tokenizer: exports of task models have none. A Hub name counts as yes."""
     return isinstance(source, str) or any(source.glob("tokenizer*"))
 
 
