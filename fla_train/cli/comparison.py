@@ -37,7 +37,7 @@ MOST_STEPS = 2**14  # limit of a size that is solved for, in steps of `multiple`
 START, SPEED = 30, 600_000
 DECODING_CONTEXT = 2048  # tokens before the generated ones, whose time is measured
 DECODING = "decoding/decoding.json"
-COLUMNS = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
+METRICS = ["tokens", "loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second", "memory_gib"]
 
 
 def solve_size(node: Mapping[str, Any], size: SizeConfig, target: int) -> int:
@@ -233,7 +233,7 @@ class Comparison:
             if metric not in metrics:
                 raise ValueError(f"tasks.{task}.metric={metric} is not in {folder / 'metrics.jsonl'}")
             return {f"{task} {metric}": float(metrics[metric].iloc[-1])}
-        metrics = metrics.reindex(columns=COLUMNS).astype(float)
+        metrics = metrics.reindex(columns=METRICS).astype(float)
         loss, bits = metrics[["validation_loss", "validation_bits_per_byte"]].iloc[-1]
         numbers = {
             LOSS: loss if state == "finished" and math.isfinite(loss) else math.inf,

@@ -1,4 +1,4 @@
-"""Name folders and models without local paths, and tell what a folder of a checkpoint holds."""
+"""Short names of folders and models without local paths, a run's folder, and whether a tokenizer is there."""
 
 import os
 import re

@@ -117,7 +117,7 @@ def split_alphabet(alphabet: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of the digits, and the indices of the operators in OPERATORS, as int64 arrays.
 
     Raises:
-        ValueError: there is no digit, no operator, or another character.
+        ValueError: digits or operators are missing, or a character is neither.
     """
     digits = [int(token) for token in alphabet if token in "01234"]
     operators = [OPERATORS.index(token) for token in alphabet if token in OPERATORS]
