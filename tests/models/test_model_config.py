@@ -76,6 +76,10 @@ def test_the_papers_parameter_counts(overrides, millions):
     assert count.total == count.embedding_once + count.embedding
 
 
+def test_norm_after_in_older_configs():
+    assert [small_config(norm_after=value).norm_after for value in (False, True)] == [None, "attention"]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @every_variant
 def test_count_equals_the_module_built_on_meta(variant, tied):
