@@ -143,7 +143,7 @@ class FuzzyRecall(Task):
         known_keys, known_values = np.full((n, places + 1), -1), np.full((n, places + 1, motif), -1)
 
         def append(place: int, pair: np.ndarray, key: np.ndarray, chosen: np.ndarray) -> None:
-            """Append a key and its value to the rows `chosen`; mark the value in `asked` if the key is known."""
+            """Append a key and its value to the rows `chosen`; mark values of known keys in `asked`."""
             nonlocal end
             same = known_keys == key[:, None]
             again = same.any(1)
