@@ -110,8 +110,9 @@ class DeltaProductSettings:
     recompute_operator: bool = key(False, free="machine")
 
     def __post_init__(self) -> None:
-        if isinstance(self.norm_after, bool):  # as older runs and exports have it
-            self.norm_after = "attention" if self.norm_after else None
+        if isinstance(self.norm_after, bool):  # of older runs and exports; without attention no effect
+            attention = {*(self.layer_types or ())} - {"linear_attention"}
+            self.norm_after = "attention" if self.norm_after and attention else None
         require_valid(self, "model.", DeltaProductSettings)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
@@ -152,7 +153,7 @@ class DeltaProductSettings:
 
     def check(self) -> Iterator[str]:
         """Yield errors of names that `key` can't list, and settings that contradict each other."""
-        types, window = self.layer_types or ["linear_attention"], self.sliding_window
+        types, window, after = self.layer_types or ["linear_attention"], self.sliding_window, self.norm_after
         linear, sliding = "linear_attention" in types, "sliding_attention" in types
         heads, size = self.num_attention_heads or self.num_heads, self.hidden_size
         kv_heads = self.num_key_value_heads or heads
@@ -169,6 +170,7 @@ class DeltaProductSettings:
             (self.mixer is not None and not linear, "mixer needs linear_attention in layer_types"),
             (sliding and window is None, "layer_types with sliding_attention needs sliding_window"),
             (not sliding and window is not None, "sliding_window needs sliding_attention in layer_types"),
+            (after == "attention" and not softmax, "norm_after=attention needs attention: use null or all"),
             (softmax and size % (2 * heads), f"hidden_size={size} must be a multiple of 2 * {heads} heads"),
             (softmax and heads % kv_heads, f"num_key_value_heads={kv_heads} must divide {heads} heads"),
         ]

@@ -21,8 +21,8 @@ def test_all_errors_are_reported_together():
     names = ("num_heads=0", "norm_eps=-1.0", "use_cache=1", "conv_size=2.5", "backend=cuda")
     assert all(f"model.{name} " in str(error.value) for name in names)
     with pytest.raises(ValueError) as error:
-        DeltaProductConfig(hidden_act="nope", mixer="code", sliding_window=4)
-    assert all(name in str(error.value) for name in ("hidden_act=nope", "mixer=code", "sliding_window"))
+        DeltaProductConfig(hidden_act="nope", mixer="code", sliding_window=4, norm_after="attention")
+    assert all(name in str(error.value) for name in ("=nope", "=code", "sliding_window", "norm_after"))
 
 
 def test_every_backend_of_the_operator_can_be_set():
@@ -77,7 +77,8 @@ def test_the_papers_parameter_counts(overrides, millions):
 
 
 def test_norm_after_in_older_configs():
-    assert [small_config(norm_after=value).norm_after for value in (False, True)] == [None, "attention"]
+    values = [small_config("hybrid", norm_after=value).norm_after for value in (False, True)]
+    assert values == [None, "attention"] and small_config(norm_after=True).norm_after is None
 
 
 @pytest.mark.parametrize("tied", [True, False])
