@@ -166,7 +166,7 @@ def flag_parser() -> ArgumentParser:
 
 
 @dataclass(frozen=True)
-class Job:
+class HydraJob:
     """A composed config to run: that of a command, or one of the jobs of a sweep.
 
     Attributes:
@@ -203,7 +203,7 @@ def sweep_jobs(overrides: Sequence[str], config_dir: str | None = None) -> list[
     return jobs
 
 
-def _handle_flags(config_name: str, task: Callable[[Job], int | None], arguments: Sequence[str]) -> None:
+def _handle_flags(config_name: str, task: Callable[[HydraJob], int | None], arguments: Sequence[str]) -> None:
     """Let Hydra handle flags such as `--cfg` and `--info`. It does not run `task` then."""
     sys.argv[1:] = arguments
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -218,7 +218,7 @@ def _handle_flags(config_name: str, task: Callable[[Job], int | None], arguments
 def run_hydra(
     config_name: str,
     register: Callable[[], None],
-    task: Callable[[Job], int | None],
+    task: Callable[[HydraJob], int | None],
     extend: Callable[..., list[str]] | None = None,
 ) -> None:
     """Run a console command: `register()` the schemas, compose from `sys.argv`, run `task`, exit.
@@ -264,7 +264,7 @@ def run_hydra(
     for number, (config, words) in enumerate(zip(configs, jobs, strict=True)):
         swept = [text.lstrip("+") for text in compress(words, differ)] if flags.multirun else None
         try:
-            codes.append(task(Job(config, words, number, len(jobs), swept)) or 0)
+            codes.append(task(HydraJob(config, words, number, len(jobs), swept)) or 0)
         except (ValueError, OmegaConfBaseException, OSError) as error:
             codes.append(fail_with(error))
             if os.environ.get("FLA_TRAIN_TRACEBACK"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from fla_train.cli.app import INTERRUPTED, Job, fail, plain_errors, run_hydra
+from fla_train.cli.app import INTERRUPTED, HydraJob, fail, plain_errors, run_hydra
 from fla_train.eval.config import EvalConfig
 from fla_train.utils.processes import keep_freed_memory
 
@@ -26,7 +26,7 @@ def register() -> None:
     ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
 
 
-def task(job: Job) -> int:
+def task(job: HydraJob) -> int:
     """Run the evaluation, print its table, and return the exit status."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "60")  # a log gets a line of a progress bar a minute

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from fla_train.cli.app import Job, fail, run_hydra
+from fla_train.cli.app import HydraJob, fail, run_hydra
 from fla_train.eval.config import DTYPES
 from fla_train.hub.paths import last_component
 from fla_train.utils.hub_names import HubRepository
@@ -49,7 +49,7 @@ def register() -> None:
     ConfigStore.instance().store(name="export_schema", node=ExportConfig)
 
 
-def task(job: Job) -> int:
+def task(job: HydraJob) -> int:
     # These import the models, which --help does not need.
     from fla_train.hub.checkpoint_config import resolve_checkpoint
     from fla_train.hub.convert import convert_export, stored_format

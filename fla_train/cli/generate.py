@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from fla_train.cli.app import Job, run_hydra
+from fla_train.cli.app import HydraJob, run_hydra
 from fla_train.eval.config import CHECKPOINT, DTYPES
 from fla_train.utils.keys import key, require_valid
 
@@ -45,7 +45,7 @@ def register() -> None:
     ConfigStore.instance().store(name="generate_schema", node=GenerateConfig)
 
 
-def task(job: Job) -> int:
+def task(job: HydraJob) -> int:
     settings: GenerateConfig = OmegaConf.to_object(job.config)
     require_valid(settings)
     prompts = [] if settings.prompt_file is None else _lines(Path(os.path.expanduser(settings.prompt_file)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from fla_train.cli.app import Job, run_hydra
+from fla_train.cli.app import HydraJob, run_hydra
 from fla_train.cli.base import with_base
 from fla_train.data.config import make_paths_absolute
 from fla_train.training import config
@@ -30,7 +30,7 @@ def register() -> None:
     config.register(PrepareConfig)
 
 
-def task(job: Job) -> int:
+def task(job: HydraJob) -> int:
     node = job.config
     try:
         with leaving_at_once():

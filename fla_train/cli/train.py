@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from fla_train.cli.app import Job, fail, leave, run_hydra
+from fla_train.cli.app import HydraJob, fail, leave, run_hydra
 from fla_train.cli.base import check_run_or_start, with_base
 from fla_train.run.import_ahead import import_ahead
 from fla_train.training.config import TrainConfig, register, to_config
@@ -47,7 +47,7 @@ def output_to(folder: Path) -> Iterator[None]:
         os.close(terminal)
 
 
-def train(job: Job) -> int:
+def train(job: HydraJob) -> int:
     """Train one composed config.
 
     In a sweep (`-m`) each job has a separate run folder, which receives its output, and prints one line.

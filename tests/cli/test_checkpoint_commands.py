@@ -72,7 +72,7 @@ def test_a_seed_determines_the_sampled_text(run: Path, capsys: pytest.CaptureFix
     narrow = [["temperature=0"], ["temperature=1e-4"], ["top_k=1"], ["top_p=1e-6"]]  # all of them greedy
     for seed, options in [(1, wide), (1, wide), (2, wide), *enumerate(narrow)]:
         sampling = [f"checkpoint={run}", f"seed={seed}", "max_new_tokens=20", *options]
-        assert generate.task(app.Job(app.compose("generate", sampling))) == 0
+        assert generate.task(app.HydraJob(app.compose("generate", sampling))) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and len({*texts[3:]}) == 1
 
