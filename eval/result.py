@@ -151,8 +151,7 @@ class EvalResult(Measurements):
 
     def find(self, section: str, data: str, metric: str, length: int | None = None) -> Score | None:
         """Return the score with this key, if the evaluation has it."""
-        key = (section, data, metric, length)
-        return next((score for score in self.scores if score.key == key), None)
+        return next((s for s in self.scores if s.key == (section, data, metric, length)), None)
 
     def in_section(self, section: str) -> list[Score]:
         """Return the scores of a section."""
@@ -178,10 +177,9 @@ class EvalResult(Measurements):
             ValueError: the file holds something else.
         """
         content = read_json(file)
+        content.pop("metrics", None)
         try:
-            measured = Measurements.from_json(content)
-            others = {name: value for name, value in content.items() if name != "metrics"}
-            return cls(**others | vars(measured))
+            return cls(**content | vars(Measurements.from_json(content)))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file} is not the result of an evaluation ({error})") from error
 
@@ -189,16 +187,24 @@ class EvalResult(Measurements):
 def find_result(place: str | Path) -> EvalResult:
     """Read the result in a folder of `fla-eval`, or the newest result with scores of a run folder.
 
+    Damaged results of a run folder are skipped. Notes of the returned result name them.
+
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: there is none, or that of `fla-eval` is damaged.
     """
     folder = Path(place).expanduser()
     if (folder / "results.json").is_file():
         return EvalResult.load(folder / "results.json")
+    skipped: list[str] = []
     for file in sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime):
-        if read_json(file).get("scores"):  # otherwise it has only errors
-            return EvalResult.load(file)
-    raise ValueError(f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder")
+        try:
+            if (result := EvalResult.load(file)).scores:  # otherwise it has only errors
+                result.notes += skipped
+                return result
+        except ValueError as error:
+            skipped.append(f"Skipped: {error}.")
+    advice = f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder"
+    raise ValueError("\n  ".join([advice, *skipped]))
 
 
 def unique(items: Iterable) -> list:
