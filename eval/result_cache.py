@@ -41,7 +41,7 @@ def run_eval_jobs(
         jobs: in the order of the report.
         result: is changed.
         folder: gets one JSON file for each finished job. It is used again for an equal request only.
-        identity: what all jobs have in common: the checkpoint, its files, the dtype. Plain JSON.
+        identity: what all jobs have in common: checkpoint, files, dtype, versions. Plain JSON.
         ranks: that evaluate together; rank 0 reads and writes the files.
     """
     for job in jobs:

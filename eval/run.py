@@ -38,8 +38,8 @@ FEW = 30  # documents below which a note calls standard errors rough
 def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) -> tuple[Path, EvalResult]:
     """Run `config.suite` on `config.checkpoint` and write the report.
 
-    Sets and tasks that an earlier call finished in the same `output`, with the same checkpoint and settings,
-    are read from there.
+    Sets and tasks that an earlier call finished in the same `output`, with the same version, checkpoint and
+    settings, are read from there.
 
     Args:
         config: the request.
@@ -81,6 +81,7 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
     mixer = model.config.mixer if isinstance(model.config, DeltaProductConfig) else None
     code = mixer and describe_code(import_object(mixer))
     identity = {"checkpoint": result.checkpoint, "files": result.files, "dtype": dtype, "mixer": code}
+    identity["versions"] = result.environment["fla_train"], result.environment["packages"]["lm-eval"]
     try:
         with ExitStack() as held:
             with ranks.together():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fla_train import __version__
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.result import EvalResult
 from fla_train.eval.run import evaluate
@@ -48,6 +49,8 @@ def test_documents(mirrored: bool, result_of, tmp_path: Path) -> None:
     write(place, "all play and no work")  # as many bytes
     second = found()
     assert first[0] != second[0] and first[1] != second[1]
+    (part,) = (tmp_path / "out/parts").iterdir()
+    assert json.loads(part.read_text())["request"]["versions"][0] == __version__
 
 
 def test_tasks(result_of, write_task, quiz: list[dict]) -> None:
