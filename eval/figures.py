@@ -21,8 +21,8 @@ from fla_train.utils.figure_style import length_axis, style
 MARKERS = {"marker": "o", "markersize": 3}
 
 
-def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
-    """Draw the figures of the evaluations, and return their names without endings.
+def draw_figures(folder: Path, results: Sequence[EvalResult]) -> None:
+    """Draw the figures for which the evaluations have numbers.
 
     - `perplexity`: against context length, and along the positions. One column per set, one curve per
       evaluation. Bits per byte instead where models with different tokenizers read the same set.
@@ -33,7 +33,8 @@ def draw_figures(folder: Path, results: Sequence[EvalResult]) -> list[str]:
     """
     drawings = {"perplexity": _perplexity, "loss_difference": _loss_differences}
     drawings |= {"needle": _needles, "tasks": _tasks, "accuracy": _accuracy}
-    return [name for name, draw in drawings.items() if draw(folder / name, results)]
+    for name, draw in drawings.items():
+        draw(folder / name, results)
 
 
 @contextmanager
@@ -54,11 +55,11 @@ def grid(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iter
         figure.savefig(file.with_suffix(".pdf"))
 
 
-def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
+def _perplexity(file: Path, results: Sequence[EvalResult]) -> None:
     """Draw a column for each set: losses by context length above, along the positions below."""
     sets = unique(score.data for result in results for score in result.in_section("perplexity"))
     if not sets:
-        return False
+        return
     metric = _metric(results)
     panels = unique(sorted(curve.length for result in results for curve in result.curves))
     lengths = _lengths(results, "perplexity")
@@ -77,7 +78,6 @@ def _perplexity(file: Path, results: Sequence[EvalResult]) -> bool:
             _fit_y_axis(panel)
             panel.set_ylabel(metric.replace("_", " "))
             _mark_training(panel, results)
-    return True
 
 
 def _draw_positions(panel: Axes, results: Sequence[EvalResult], key: tuple[str, str, int]) -> None:
@@ -151,12 +151,12 @@ def _length_axis(panel: Axes, lengths: Sequence[int], label: str) -> None:
     panel.set_xlabel(label)
 
 
-def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
+def _loss_differences(file: Path, results: Sequence[EvalResult]) -> None:
     """Draw the differences from the first evaluation by context length, a panel for each set."""
     table, names = long_table(results), [result.name for result in results]
     table = table[(table.section == "perplexity") & (table.metric == "loss") & table.difference.notna()]
     if table.empty:
-        return False
+        return
     with grid(file, 1, table.data.nunique(), (4.2, 3.4)) as axes:
         for panel, (data, rows) in zip(axes[0], table.groupby("data", sort=False), strict=True):
             panel.axhline(0, color="C0", label=names[0])
@@ -167,14 +167,13 @@ def _loss_differences(file: Path, results: Sequence[EvalResult]) -> bool:
             _mark_training(panel, results)
             panel.set_title(PAPER_SETS[data].title if data in PAPER_SETS else data)
         axes[0, 0].set_ylabel(f"loss minus that of {names[0]} (nats per token)")
-    return True
 
 
-def _needles(file: Path, results: Sequence[EvalResult]) -> bool:
+def _needles(file: Path, results: Sequence[EvalResult]) -> None:
     """Draw accuracy by length: a row for each prompt, a column for each task."""
     names = [score.data.split("/") for result in results for score in result.in_section("needle")]
     if not names:
-        return False
+        return
     tasks, prompts = (unique(name[i] for name in names) for i in (0, 1))
     with grid(file, len(prompts), len(tasks), (3.6, 2.8)) as axes:
         for panel, (prompt, task) in zip(axes.flat, product(prompts, tasks), strict=True):
@@ -187,7 +186,6 @@ def _needles(file: Path, results: Sequence[EvalResult]) -> bool:
             panel.set(ylim=(-0.03, 1.03), title=f"{task}, {prompt}")
         for panel in axes[:, 0]:
             panel.set_ylabel("accuracy")
-    return True
 
 
 def _columns(results: Sequence[EvalResult]) -> list[Column]:
@@ -202,11 +200,11 @@ def _columns(results: Sequence[EvalResult]) -> list[Column]:
     )
 
 
-def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
+def _tasks(file: Path, results: Sequence[EvalResult]) -> None:
     """Draw bars of scores with standard errors; dotted lines at chance; grey dots for the rows of Table 1."""
     columns = _columns(results)
     if not columns:
-        return False
+        return
     rows = published_rows().values()
     width = 0.7 / len(results)
     with grid(file, 1, 1, (max(8.0, 0.9 * len(columns)), 3.6)) as axes:
@@ -227,12 +225,10 @@ def _tasks(file: Path, results: Sequence[EvalResult]) -> bool:
         panel.set_xticks(range(len(columns)), [c.head.removesuffix(" ↑") for c in columns])
         panel.tick_params(axis="x", labelsize=8)
         panel.set(ylabel="percent", xlim=(-0.6, len(columns) - 0.4), ylim=(0, None))
-    return True
 
 
-def _accuracy(file: Path, results: Sequence[EvalResult]) -> bool:
+def _accuracy(file: Path, results: Sequence[EvalResult]) -> None:
     names = {result.name: "" if len(results) == 1 else f"{result.name}: " for result in results}
     curves = {names[r.name] + test: curve for r in results for test, curve in r.accuracy.items()}
     if curves:
         plot_accuracy(curves, ", ".join(names), file.with_suffix(".png"))
-    return bool(curves)

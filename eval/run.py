@@ -54,7 +54,11 @@ def evaluate(config: EvalConfig, progress: bool = True, ranks: Ranks = ALONE) ->
         KeyboardInterrupt: with the folder as its argument.
     """
     started = time.time()
-    check_request(config)
+    # Find wrong requests before the model is loaded.
+    require_valid(config)
+    mirror_folder(config.mirror)
+    if config.output:
+        check_output(Path(config.output).expanduser())
     with ranks.together():
         source = resolve_checkpoint(config.checkpoint)
         model, tokenizer = _load(config, source, ranks.device(config.device))
@@ -149,16 +153,13 @@ def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path
     return jobs
 
 
-def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalResult]:
-    """Write tables and figures of finished evaluations side by side.
+def write_comparison(folder: Path, places: Sequence[str | Path]) -> None:
+    """Write tables and figures of finished evaluations side by side. Equal names get their places added.
 
     Args:
         folder: made if it does not exist.
         places: folders of evaluations, or run folders, whose newest evaluation counts. The first one is the
             reference.
-
-    Returns:
-        The results; equal names are told apart by their places.
 
     Raises:
         ValueError: fewer than two places, no evaluation in one, or a folder that cannot be written to.
@@ -174,15 +175,6 @@ def write_comparison(folder: Path, places: Sequence[str | Path]) -> list[EvalRes
     with output_lock(folder):
         write_tables(folder, results)
         draw_figures(folder, results)
-    return results
-
-
-def check_request(config: EvalConfig) -> None:
-    """Raise a ValueError if the checkpoint or the mirror is missing, or the suite or the output is wrong."""
-    require_valid(config)
-    mirror_folder(config.mirror)
-    if config.output:
-        check_output(Path(config.output).expanduser())
 
 
 def output_folder(config: EvalConfig, source: Path | str) -> Path:
