@@ -111,9 +111,8 @@ def override_errors(
         return [one_line(failure)]
     good: list[str] = []
     errors: dict[str, list[str]] = {}
-    for override in sorted(
-        overrides, key=lambda text: ("." in text.split("=")[0], text.startswith("scale="))
-    ):
+    in_order = sorted(overrides, key=lambda text: ("." in text.split("=")[0], text.startswith("scale=")))
+    for override in in_order:
         try:
             composed = compose_with([*good, override])
             errors[override] = addition_errors(repo, composed, [override])
@@ -142,12 +141,8 @@ def _reason(repo: ConfigRepository, config: DictConfig, text: str, failure: Exce
         path = f"{'checkpoint' if 'checkpoint' in config else 'run.dir'}={text}"
         return f"{text}: write {path if os.path.exists(text) else 'KEY=VALUE or GROUP=OPTION'}"
     known = options(repo, key) if repo.group_exists(key) else []
-    if (
-        known
-        and re.fullmatch(r"[\w./-]*", value)
-        and value not in known
-        and not repo.config_exists(f"{key}/{value}")
-    ):
+    is_name = re.fullmatch(r"[\w./-]*", value)
+    if known and is_name and value not in known and not repo.config_exists(f"{key}/{value}"):
         close = _closest(value, known) or [name for name in known if value in name.split("/")]
         return f"{text}: unknown option{_did_you_mean(close)}\n    options of {key}: {', '.join(known)}"
     if "is not a ListConfig" in one_line(failure):

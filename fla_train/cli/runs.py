@@ -114,9 +114,9 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     frame["tokens/s"] = [f"{row['tokens_per_second'] or 0:,.0f}" for row in rows]
     frame["differs"] = [as_overrides(row["differs"]) for row in rows]
     shown = frame[["run", "model", "parameters", "status", "step", *keys, "tokens/s", "differs"]]
-    style = {"index": False, "na_rep": "-", "float_format": "{:.4f}".format}
+    style = {"na_rep": "-", "float_format": "{:.4f}".format}
     lines = [f"{len(rows)} run(s) in {home}, the best {metric.replace('_', ' ')} first"]
-    lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(**style))
+    lines.append(shown.rename(columns=lambda name: name.replace("_", " ")).to_string(index=False, **style))
     settings = [{"model": row["model"]} | row["differs"] for row in rows]
     frame["runs"] = [as_overrides({k: v for k, v in values.items() if k != "seed"}) for values in settings]
     frame["seed"] = [row["differs"].get("seed") for row in rows]
@@ -126,7 +126,7 @@ def table_text(rows: Sequence[Row], metric: str) -> str:
     if several.any():
         means = groups[keys].agg(["count", "mean", "std"])[several]
         lines += ["", "Mean and standard deviation of finished runs that differ in the seed only:"]
-        lines.append(means.to_string(na_rep="-", float_format="{:.4f}".format))
+        lines.append(means.to_string(**style))
     return "\n".join(lines)
 
 
