@@ -22,9 +22,9 @@ def _ours(config: TrainConfig) -> PreTrainedModel:
 
 def _transformer(config: TrainConfig) -> PreTrainedModel:
     """Return our softmax attention model with as many parameters as ours: the MLP makes up the difference."""
-    ours = DeltaProductConfig.from_node(config.model)
-    model = DeltaProductConfig.from_node({**config.model, "layer_types": ["full_attention"]})
-    missing = count_parameters(ours).body - count_parameters(model).body
+    peer = {"layer_types": ["full_attention"], "sliding_window": None, "mixer": None, "mixer_options": None}
+    model = DeltaProductConfig.from_node({**config.model, **peer})
+    missing = count_parameters(DeltaProductConfig.from_node(config.model)).body - count_parameters(model).body
     width = model.intermediate_size + missing / (3 * model.hidden_size * model.num_hidden_layers)
     model.intermediate_size = 64 * max(1, round(width / 64))
     return DeltaProductForCausalLM(model)

@@ -175,10 +175,10 @@ def _product_outputs(config: DeltaProductSettings, layer: str) -> int:
     """Count the outputs of a layer's matrix products per token."""
     if layer == "linear_attention":
         gate = config.use_output_gate * config.value_heads * config.head_v_dim
-        mixer = layer_sizes.projected_channels(config) + gate + config.hidden_size
+        mixer = layer_sizes.projected_channels(config) + gate
     else:
         mixer = 2 * attention_channels(config)
-    return mixer + 2 * config.intermediate_size + config.hidden_size
+    return mixer + 2 * config.intermediate_size + 2 * config.hidden_size
 
 
 def _other_matmuls(config: DeltaProductSettings) -> int:
