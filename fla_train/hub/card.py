@@ -218,6 +218,6 @@ def _settings(model: "PreTrainedModel") -> dict[str, object]:
     if foreign or (config.mixer is None and "linear_attention" in layers):
         names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
     if foreign or layers.keys() != {"linear_attention"}:
-        names += ["num_attention_heads", "num_key_value_heads", "sliding_window"]
+        names += ["num_attention_heads", "num_key_value_heads", "sliding_window", "use_qk_norm", "norm_after"]
     counts = ", ".join(f"{count} {name}" for name, count in layers.items())
     return {"layers": counts or None} | {name: getattr(config, name, None) for name in names}
