@@ -95,7 +95,7 @@ def find_warnings(table: pd.DataFrame, models: pd.DataFrame, sweep: pd.DataFrame
         warnings.append(f"{row.model}: training diverged at learning rate {row.learning_rate:g}")
     for row in losses.itertuples():
         rates = sweep.learning_rate[sweep.model == row.model]
-        if row.learning_rate in (rates.min(), rates.max()):
+        if len(rates) > 1 and row.learning_rate in (rates.min(), rates.max()):
             warnings.append(f"{row.model}: the best rate, {row.learning_rate:g}, is at the edge of the sweep")
     for row in losses[np.isinf(losses.value)].itertuples():
         warnings.append(f"{row.model}: a seed diverged at the best learning rate, {row.learning_rate:g}")

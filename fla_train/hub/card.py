@@ -211,13 +211,13 @@ def _settings(model: "PreTrainedModel") -> dict[str, object]:
     layers = Counter(getattr(config, "layer_types", None))
     foreign = not isinstance(config, DeltaProductSettings)  # has only some of these settings
     names = ["mixer", "mixer_options", "hidden_size", "num_hidden_layers", "intermediate_size"]
-    names.append("tie_word_embeddings")
+    names += ["tie_word_embeddings", "norm_after"]
     if foreign or "linear_attention" in layers:
         names += ["num_heads", "head_dim", "state_size"]
     # A custom mixer may ignore these settings, even if it extends our mixer.
     if foreign or (config.mixer is None and "linear_attention" in layers):
         names += ["num_householder", "use_forget_gate", "allow_neg_eigval", "use_output_gate"]
     if foreign or layers.keys() != {"linear_attention"}:
-        names += ["num_attention_heads", "num_key_value_heads", "sliding_window", "use_qk_norm", "norm_after"]
+        names += ["num_attention_heads", "num_key_value_heads", "sliding_window", "use_qk_norm"]
     counts = ", ".join(f"{count} {name}" for name, count in layers.items())
     return {"layers": counts or None} | {name: getattr(config, name, None) for name in names}
