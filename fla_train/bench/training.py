@@ -33,7 +33,7 @@ from fla_train.training.checks import features_of
 from fla_train.training.config import TrainConfig
 from fla_train.training.engine import Outcome, build_engine, train_step
 from fla_train.training.features.bad_steps import BadSteps
-from fla_train.training.features.cuda_graph import CudaGraph, records_graph
+from fla_train.training.features.cuda_graph import CudaGraph
 from fla_train.training.features.float8 import Float8
 from fla_train.training.process_group import RankMesh
 from fla_train.training.run_data import to_batch
@@ -120,21 +120,14 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     wait in a timed step. Communication counts in full, whether it overlaps or waits.
     """
     torch.set_num_threads(threads)
-    torch.manual_seed(config.seed)
-    device_type = config.launch.device
-    if device_type == "cpu":  # also on a machine with GPUs
-        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with torch.device(device_type):  # drawing 1.5B weights on a CPU would be slow
-        model = build(name, config)
-    graph = name == "ours" and records_graph(config)
-    checkpoint_activations(model, config.trainer.activation_checkpointing, preserve_rng_state=not graph)
-    engine = build_engine(model.float(), config)
-    device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
-    features = [f for f in features_of(config) if isinstance(f, (Float8, CudaGraph) if graph else Float8)]
+    # Peers run without a CUDA graph. Other features belong to a run's data or states.
+    supported = (Float8, CudaGraph) if name == "ours" else Float8
+    features = [feature for feature in features_of(config) if isinstance(feature, supported)]
+    graph = any(isinstance(feature, CudaGraph) for feature in features)
+    engine = _engine(config, name, preserve_rng_state=not graph)
     for feature in features:
         feature.attach(SimpleNamespace(model=engine.module, config=config))
+    device, trainer, ranks = engine.device, config.trainer, dist.get_world_size()
     bad_steps = BadSteps(device, max_grad_norm=config.optimizer.max_grad_norm)
     mesh = RankMesh(config.launch.context_parallel)
     global_batch = config.num_accumulated * trainer.micro_batch_size * mesh.data_world
@@ -176,7 +169,7 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     row = {
         "model": name,
         "processes": ranks,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
         "tokens_per_step": tokens,
         "first_step_s": first_step_s,
         "step_ms": step_ms,
@@ -186,6 +179,20 @@ def measure(config: TrainConfig, name: str, ceilings: Ceilings | None, steps: in
     }
     # The allocator does not count the pool of a CUDA graph.
     return row if graph else row | {"memory_GiB": speed["memory_gib"]}
+
+
+def _engine(config: TrainConfig, name: str, *, preserve_rng_state: bool):
+    """Build the model on this rank's device and wrap it in an engine."""
+    torch.manual_seed(config.seed)
+    if config.launch.device == "cpu":  # also on a machine with GPUs
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with torch.device(config.launch.device):  # drawing 1.5B weights on a CPU would be slow
+        model = build(name, config)
+    mode = config.trainer.activation_checkpointing
+    checkpoint_activations(model, mode, preserve_rng_state=preserve_rng_state)
+    return build_engine(model.float(), config)
 
 
 def breakdown(run: Callable[[], object]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Context of a forward pass that all layers share: padding, document bounds, positions, attention masks."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,11 +91,8 @@ class SequenceContext(MovableTensors):
         layer_masks = attention_mask
         if not isinstance(layer_masks, dict):
             layer_masks = masks(config, tokens, attention_mask, cache)
-        arguments = tokens, cache, layer_masks, documents, cu_seqlens, start
-        visible = {
-            kind: replace(_visible_keys(config, kind, *arguments), longest=longest)
-            for kind in attention_kinds(config)
-        }
+        arguments = tokens, cache, layer_masks, documents, cu_seqlens, start, longest
+        visible = {kind: _visible_keys(config, kind, *arguments) for kind in attention_kinds(config)}
         if config.mixer is not None:
             positions = torch.arange(length, device=tokens.device)
             layout["positions"] = positions + (0 if cache is None else cache.get_seq_length())
@@ -135,8 +132,9 @@ def document_bounds(
     Raises:
         ValueError: positions jump, or packed documents are in more than one row.
     """
-    if cu_seqlens is not None or cu_seq_lens_q is not None:
-        return cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+    bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+    if bounds is not None:
+        return bounds
     numbers = position_ids if seq_idx is None else seq_idx
     if numbers is None or tokens == 1:
         return None
@@ -212,12 +210,14 @@ def _visible_keys(
     documents: Tensor | None,
     cu_seqlens: Tensor | None,
     start: int,
+    longest: int | None,
 ) -> VisibleKeys:
     """Return the keys that tokens [B, T, ...] see in layers of one type.
 
     Args:
         documents: [T] number of each token's document.
         start: position of the tokens in their rows in context parallelism; keys start at 0.
+        longest: upper bound of the document lengths; None: not known.
     """
     (batch, length), device = tokens.shape[:2], tokens.device
     seen, keys, first = start, start + length, 0
@@ -252,6 +252,7 @@ def _visible_keys(
         key_documents=key_documents,
         cu_seqlens=bounds,
         key_cu_seqlens=key_bounds,
+        longest=longest,
         first=seen - first if isinstance(seen, int) else None,
         starts=starts,
     )

@@ -81,12 +81,14 @@ def flops_per_token(config: DeltaProductSettings, seq_len: int) -> float:
     if config.mixer is None:
         mixers = config.layer_types.count("linear_attention") * layer_sizes.training_flops(config)
     else:
-        mixers = 0
-        for mixer in custom_mixers(config):
-            linear = (layer for layer in mixer.modules() if isinstance(layer, nn.Linear))
-            counted = hasattr(mixer, "flops_per_token")
-            mixers += mixer.flops_per_token(seq_len) if counted else 6 * sum(x.weight.numel() for x in linear)
+        mixers = sum(_custom_mixer_flops(mixer, seq_len) for mixer in custom_mixers(config))
     return 6 * weights + mixers + attention_flops(config, seq_len)
+
+
+def _custom_mixer_flops(mixer: nn.Module, seq_len: int) -> float:
+    if hasattr(mixer, "flops_per_token"):
+        return mixer.flops_per_token(seq_len)
+    return 6 * sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, nn.Linear))
 
 
 def custom_mixers(config: DeltaProductSettings) -> list[nn.Module]:
@@ -122,10 +124,10 @@ def training_memory_bytes(
     config: DeltaProductSettings,
     *,
     tokens_per_device: int,
-    num_devices: int = 1,
-    element_size: int = 2,
-    gradient_checkpointing: bool | str = False,
-    accumulates: bool = False,
+    num_devices: int,
+    element_size: int,
+    gradient_checkpointing: bool | str,
+    accumulates: bool,
 ) -> TrainingMemory:
     """Estimate a device's memory with fp32 parameters, AdamW and ZeRO-2 over `num_devices`.
 
@@ -141,13 +143,7 @@ def training_memory_bytes(
     count = count_parameters(config)
     parameters = count.total
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    value_size = config.value_heads * config.head_v_dim
-    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
-    # The operator keeps T, the scores P, a state per chunk and the output; the corrected values replace v.
-    operator = config.value_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
-    operator += (config.value_heads - config.num_heads) * k * (1 + n)  # q and k, repeated
-    channels = layer_sizes.conv_channels(config)
-    recurrent = 2 * channels + operator + value_size * (1 + 2 * config.use_output_gate)
+    recurrent = _kept_by_recurrence(config)
     # q, k (also before their norm), v, the output and log-sum-exps in fp32
     attention = (2 + config.use_qk_norm) * attention_channels(config) + 2 * config.num_attention_heads
     stream = hidden * (4 if config.residual_in_fp32 else element_size)
@@ -169,6 +165,17 @@ def training_memory_bytes(
         activations=tokens_per_device * kept + weights + head,
         accumulates=accumulates,
     )
+
+
+def _kept_by_recurrence(config: DeltaProductSettings) -> int:
+    """Count the elements per token that the mixer of a linear layer keeps for the backward pass."""
+    value_size = config.value_heads * config.head_v_dim
+    n, k, v = config.num_householder, config.head_dim, config.head_v_dim
+    # The operator keeps T, the scores P, a state per chunk and the output; the corrected values replace v.
+    operator = config.value_heads * (n * (CHUNK + k * v // CHUNK) + CHUNK) + value_size
+    operator += (config.value_heads - config.num_heads) * k * (1 + n)  # q and k, repeated
+    channels = layer_sizes.conv_channels(config)
+    return 2 * channels + operator + value_size * (1 + 2 * config.use_output_gate)
 
 
 def _product_outputs(config: DeltaProductSettings, layer: str) -> int:

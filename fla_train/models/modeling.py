@@ -223,8 +223,8 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and states is None and cu_seqlens is None
         use_cache = use_cache and self.supports_cache and not checkpointing and context_part is None
-        has_cache, caching = past_key_values is not None, past_key_values is not None or use_cache
-        custom = self.config.mixer is not None
+        has_cache = past_key_values is not None
+        caching = has_cache or use_cache
         conflicts = {
             "past_key_values: gradient checkpointing would update it twice": has_cache and checkpointing,
             f"past_key_values: {self.config.mixer} keeps no states": has_cache and not self.supports_cache,
@@ -232,7 +232,7 @@ class DeltaProductModel(DeltaProductPreTrainedModel):
             "initial states with a cache, or with a mixer that has none": states is not None
             and (caching or not self.supports_cache),
             "context_part with attention_mask, cache, states or a custom mixer": context_part is not None
-            and (caching or padding is not None or states is not None or custom),
+            and (caching or padding is not None or states is not None or self.config.mixer is not None),
         }
         if errors := [error for error, conflict in conflicts.items() if conflict]:
             raise ValueError(f"not supported: {'; '.join(errors)}")

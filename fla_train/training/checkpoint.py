@@ -83,7 +83,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the validated content of a checkpoint's manifest, which may come from a stranger.
 
     Returns:
-        step, world_size; files: name -> result of `describe`.
+        step, world_size; files: name -> its size in bytes and its sha256.
 
     Raises:
         ValueError: the manifest is missing or damaged; one line names the problem.

@@ -46,10 +46,10 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
     optimizer, rank, shards = engine.optimizer.optimizer, dist.get_rank(), _read_shards(folder)
     fragments: list[Sequence[Fragments]] = [()] * dist.get_world_size()
     dist.all_gather_object(fragments, fragments_of(engine))
-    nearest, state = rank % len(shards), {}
+    source, state = rank % len(shards), {}  # number of the shard from which this rank reads common values
     for group, parameters in enumerate(optimizer.param_groups):
         saved = [shard["optimizer"]["state"].get(group) for shard in shards]
-        if saved[nearest] is None:
+        if saved[source] is None:
             continue
         size = parameters["params"][0].numel()  # size of this rank's partition, including padding
         before = [shard["fragments"][group] for shard in shards]
@@ -60,7 +60,7 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
             key: reshard([shard[key] for shard in saved], before, after, rank, size)
             if isinstance(value, Tensor) and value.numel() >= elements
             else deepcopy(value)
-            for key, value in saved[nearest].items()
+            for key, value in saved[source].items()
         }
     # A custom optimizer may keep state in its groups, so only the configured settings come from `engine`.
     kept = getattr(optimizer, "configured", None)
@@ -68,7 +68,7 @@ def load_checkpoint(engine, folder: Path) -> TrainState:
         {name: value for name, value in group.items() if name != "params" and (kept is None or name in kept)}
         for group in optimizer.param_groups
     ]
-    groups = shards[nearest]["optimizer"]["param_groups"]
+    groups = shards[source]["optimizer"]["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for index, (group, settings_now) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
         group.update(settings_now)

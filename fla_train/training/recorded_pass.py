@@ -93,17 +93,13 @@ class RecordedPass:
             waits = True
         drawn = differing(before, random_states())
         set_random_states(states)
-        recomputed = any(
-            getattr(module, "gradient_checkpointing", False) for module in self._module.modules()
-        )
+        redrawn = drawn and any(getattr(x, "gradient_checkpointing", False) for x in self._module.modules())
+        accumulated = any(leaf.grad is not None for leaf in leaves.values())
         obstacles = {
             "waits for the GPU, for example to read a value": waits,
             "draws random numbers on the host": drawn - {"cuda"},
-            "draws random numbers (dropout?), and its recomputed layers would draw others": recomputed
-            and drawn,
-            "adds to gradients by a backward pass inside its forward pass": any(
-                leaf.grad is not None for leaf in leaves.values()
-            ),
+            "draws random numbers (dropout?), and its recomputed layers would draw others": redrawn,
+            "adds to gradients by a backward pass inside its forward pass": accumulated,
         }
         for obstacle, met in obstacles.items():
             if met:

@@ -222,7 +222,7 @@ class Trainer:
         for feature in self.features:
             feature.after_step(step, metrics)
 
-        # Update the counters. The results stay on the device.
+        # Update the counters, which do not depend on the results. The results stay on the device.
         if first:
             self.timeline.mark(f"step {step}")
             self.log(f"start        {self.timeline}")
@@ -230,25 +230,33 @@ class Trainer:
         self.state.step = step
         self.state.sequences += self.batches.global_batch
         self.state.tokens += tokens
+        self._queue(rate, outcome.read, metrics)
+        return tokens
+
+    def _queue(self, rate: float, wait: Callable[[], StepResult], metrics: dict[str, Tensor | float]) -> None:
+        """Add the newest step to the unread ones, and start to copy its metrics to the host.
+
+        Args:
+            wait: waits for the end of the step and returns its result.
+        """
         # A blocking copy of a number to the device would wait for the step.
         values = [torch.as_tensor(value).detach().double() for value in metrics.values()]
-        values = [value.to(device, non_blocking=True) for value in values]
+        values = [value.to(self.engine.device, non_blocking=True) for value in values]
         copied = HostTransfer(torch.stack(values) if values else torch.empty(0))
-        names, tokens_so_far = list(metrics), self.state.tokens
+        names, step, tokens = list(metrics), self.state.step, self.state.tokens
 
         def read() -> FinishedStep:
             named = dict(zip(names, copied.read(), strict=True))
-            return FinishedStep(step, tokens_so_far, rate, outcome.read(), named)
+            return FinishedStep(step, tokens, rate, wait(), named)
 
         self.unread.append((step, read))
-        return tokens
 
     def _precompile(self, batch: Batch) -> None:
         if self.engine.device.type == "cuda" and not is_zoo(self.config.model):
             self.watchdog.beat("compiling the kernels of the first step")
             # Custom callbacks may count the calls of `model_inputs`, so only this package's are called.
-            inputs = [x for x in self.features if type(x).__module__.startswith("fla_train.")]
-            precompile_step(self.engine, batch, cores_of_rank(), inputs)
+            features = [x for x in self.features if type(x).__module__.startswith("fla_train.")]
+            precompile_step(self.engine, batch, cores_of_rank(), features)
             self.timeline.mark("kernels")
 
     def _read_results(self) -> list[FinishedStep]:

@@ -107,15 +107,13 @@ class SignedMambaForCausalLM(PreTrainedModel, GenerationMixin):
             init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        if not isinstance(module, SignedMambaMixer):
-            return
-        config = self.config
-        counts = torch.arange(1.0, config.state_size + 1).expand_as(module.A_log)
-        init.copy_(module.A_log, counts.log())
-        init.ones_(module.D)
-        bound = config.time_step_rank**-0.5
-        init.uniform_(module.dt_proj.weight, -bound, bound)
-        init.copy_(module.dt_proj.bias, draw_time_steps(torch.empty(config.inner_size)))
+        elif isinstance(module, SignedMambaMixer):
+            counts = torch.arange(1.0, self.config.state_size + 1).expand_as(module.A_log)
+            init.copy_(module.A_log, counts.log())
+            init.ones_(module.D)
+            bound = self.config.time_step_rank**-0.5
+            init.uniform_(module.dt_proj.weight, -bound, bound)
+            init.copy_(module.dt_proj.bias, draw_time_steps(torch.empty(self.config.inner_size)))
 
     @can_return_tuple
     def forward(
