@@ -73,6 +73,7 @@ class Case:
     @property
     def forward_bytes(self) -> int:
         """Return the least traffic of a forward pass, which reads the inputs and writes the outputs."""
+        # The outputs have the sizes of their gradients.
         return sum(x.nbytes for x in (self.leaves | self.fixed | self.output_gradients).values())
 
     @property

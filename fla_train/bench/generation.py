@@ -64,8 +64,8 @@ def _time(name: str, model: PreTrainedModel, batch: int, context: int, tokens: i
     one_prompt = batch * context > MAX_PROMPT_TOKENS
     if one_prompt and name != "ours":
         return {"note": f"more than {MAX_PROMPT_TOKENS} tokens of prompts"}
-    size = 1 if one_prompt else batch, context + 1
-    prompts = torch.randint(1, model.config.vocab_size, size, device=model.device)
+    rows = 1 if one_prompt else batch
+    prompts = torch.randint(1, model.config.vocab_size, (rows, context + 1), device=model.device)
 
     def run(ids: Tensor, new_tokens: int, cache: Cache | None) -> float:
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

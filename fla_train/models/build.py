@@ -108,7 +108,8 @@ def model_node(config: "DeltaProductSettings | PreTrainedConfig") -> dict[str, A
     """Return the `model` node from which `build_model_config` builds `config`, without token ids."""
     if isinstance(config, DeltaProductSettings):
         return {name: getattr(config, name) for name in FIELDS if name not in MACHINE_KEYS}
-    source = {"transformers": "hf"}.get(library := type(config).__module__.split(".")[0], library)
+    library = type(config).__module__.split(".")[0]
+    source = "hf" if library == "transformers" else library
     names = _settings(type(config)) - {*NOT_FIELDS, *TOKEN_IDS}
     fields = {name: value for name, value in config.to_diff_dict().items() if name in names}
     return {

@@ -26,10 +26,9 @@ class LayerStates:
     """Initial states [R, ...] of one layer for R rows; None: zeros."""
 
     def __init__(self, start: Mapping[StateKey, Tensor], layer: int) -> None:
-        self.recurrent_states, self.conv_states = (
-            [start.get(StateKey(kind, layer, index)) for index in range(STATES_PER_LAYER)]
-            for kind in (RECURRENT, CONV)
-        )
+        indices = range(STATES_PER_LAYER)
+        self.recurrent_states = [start.get(StateKey(RECURRENT, layer, index)) for index in indices]
+        self.conv_states = [start.get(StateKey(CONV, layer, index)) for index in indices]
 
 
 class CarriedStates:

@@ -72,7 +72,7 @@ class SequenceContext(MovableTensors):
         """
         length = tokens.shape[1]
         layout: dict[str, Any] = {"attentions": attentions, "part": part, "states": states}
-        documents, start = None, 0 if part is None else part.start(length)
+        documents, start = None, (0 if part is None else part.start(length))
         if cu_seqlens is not None:
             if part is None:  # otherwise the operator checks the bounds of the part
                 check_cu_seqlens(cu_seqlens, tokens)

@@ -125,7 +125,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _kept(cast: Float8Matrix) -> tuple[Tensor, Tensor, bool]:
     """Return data and inverse scale for the backward pass, and whether it must still transpose the data."""
     plain = cast.transposed is None
-    return cast.data if plain else cast.transposed, cast.inverse, plain
+    return (cast.data if plain else cast.transposed), cast.inverse, plain
 
 
 class _Float8Projections(torch.autograd.Function):

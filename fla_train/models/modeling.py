@@ -345,9 +345,8 @@ class DeltaProductForCausalLM(DeltaProductPreTrainedModel, GenerationMixin):
             loss = total / target_count(shift_labels, num_items_in_batch)
         if shift_labels is None or not self.training or logits_to_keep is not None:
             indices = isinstance(logits_to_keep, Tensor)
-            logits = self.lm_head(
-                hidden[:, logits_to_keep if indices else slice(-(logits_to_keep or 0), None)]
-            )
+            kept = logits_to_keep if indices else slice(-(logits_to_keep or 0), None)
+            logits = self.lm_head(hidden[:, kept])
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -78,7 +78,7 @@ def describe_failure(failure: BaseException, config: "TrainConfig | None" = None
     final = isinstance(failure, ValueError | TrainingStopped) and not isinstance(failure, Interrupted)
     clear = final or type(failure).__module__.startswith("fla_train.")  # our messages need no class
     name = type(failure).__name__
-    return (line or name) if clear else f"{name}: {line}".removesuffix(": "), final
+    return ((line or name) if clear else f"{name}: {line}".removesuffix(": ")), final
 
 
 def describe_exit(code: int) -> str:

@@ -51,7 +51,8 @@ def draw_losses(runs: Sequence[Path], labels: Sequence[str] = (), metric: str = 
             continue
         # Draw the training loss pale, or its noise hides the validation points. Mark the points of short
         # lines, because a line of one point is invisible.
-        alpha, marker = 0.5 if metric == "loss" else 1, "." if len(values) <= 32 else None
+        alpha = 0.5 if metric == "loss" else 1
+        marker = "." if len(values) <= 32 else None
         axes.plot(tokens, values, color=color, lw=0.8, alpha=alpha, marker=marker, label=name)
         for i, resumed in enumerate(resumed_at(run)):
             axes.axvline(resumed, color=color, ls=":", lw=1, label=None if i else f"{name}, resumed")

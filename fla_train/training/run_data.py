@@ -38,9 +38,8 @@ class TaskData(PreparedData):
 def task_data(config: TaskConfig, seed: int) -> TaskData:
     """Describe the task as data."""
     task = training_task(config, seed)
-    train_tokens = math.inf if task.num_sequences is None else task.num_sequences * (task.seq_len + 1)
-    special_ids = dict.fromkeys(TOKEN_IDS)
     count, length = config.test_sequences, task.seq_len + 1
+    train_tokens = math.inf if task.num_sequences is None else task.num_sequences * length
     splits = {
         "train": {"tokens": train_tokens, "unigram_entropy": None},
         "validation": {"documents": count, "tokens": count * length, "unigram_entropy": None},
@@ -51,7 +50,7 @@ def task_data(config: TaskConfig, seed: int) -> TaskData:
         NO_FOLDER,
         {
             "source": {"kind": " ".join(name)},
-            "tokenizer": {"name": None, "vocab_size": task.vocab_size, **special_ids},
+            "tokenizer": {"name": None, "vocab_size": task.vocab_size, **dict.fromkeys(TOKEN_IDS)},
             "splits": splits,
         },
     )

@@ -111,7 +111,7 @@ class Trainer:
         all_peaks = None if peak is None else peak * dist.get_world_size()
         self.throughput = Throughput(plan.flops_per_token, all_peaks, device)
         keep = {"keep": trainer.keep_checkpoints, "keep_every": trainer.keep_every}
-        saved, folder = self.state.step if continued else -1, self.folder.checkpoints
+        saved, folder = (self.state.step if continued else -1), self.folder.checkpoints
         self.checkpoints = CheckpointManager(self.engine, folder, **keep, log=self.log, saved_step=saved)
         # Launched steps by number, each with the function that waits for its end and returns its results.
         self.unread: list[tuple[int, Callable[[], FinishedStep]]] = []

@@ -37,11 +37,11 @@ def inputs(length: int, size: int) -> list[Tensor]:
 
 def run(form: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Return o [B, T, H, V]; the recurrent form takes slices of V."""
-    heads, columns = q.shape[2], v.shape[-1] if form == "chunkwise" else RECURRENT_STATE // k.shape[-1]
+    columns = v.shape[-1] if form == "chunkwise" else RECURRENT_STATE // k.shape[-1]
     slices = v.shape[-1] // columns
     v = v.unflatten(-1, (slices, columns)).flatten(-3, -2)
     o, _ = delta_product(q, k, v, beta.repeat_interleave(slices, -1), qk_l2norm=True, backend="triton")
-    return o.flatten(-2).unflatten(-1, (heads, -1))
+    return o.flatten(-2).unflatten(-1, (q.shape[2], -1))
 
 
 def times(form: str, tensors: list[Tensor]) -> tuple[float, float, list[Tensor]]:

@@ -317,7 +317,7 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
         groups: for each group, the values by name. If one is `ours`, it is the first.
         label: of the axis of values.
         number: format of a value.
-        power: 1 for times, -1 for speeds.
+        power: 1 or -1, the power of a value relative to the first one that is the speedup.
     """
     count = sum(len(group) for group in groups.values())
     with figure(name, (4.2, 0.25 * count + 0.3 * len(groups) + 0.6)) as (panel,):
@@ -440,6 +440,16 @@ def scaling(name: str) -> None:
     bars(name, groups, "tokens/s (higher is better)", "{:,.0f}", power=1)
 
 
+def recurrent_form(name: str) -> None:
+    """Draw how many times as long the recurrent form takes as the chunkwise one, by sequence length."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in read("benchmarks/recurrent-form.json")["rows"]:
+        ratio = row["recurrent_both_ms"] / row["chunkwise_both_ms"]
+        curves.setdefault(f"heads of {row['head_size']}", []).append((row["length"], ratio))
+    axes = {"xlabel": "sequence length (tokens)", "ylabel": "time of recurrent / chunkwise", "ylim": (0, 40)}
+    labelled_lines(name, curves, (4.2, 2.8), ".0f", **axes)
+
+
 N_H = {f"DeltaProduct_{n} [-1, 1]": f"n_h = {n}" for n in (1, 2, 3, 4)}
 FAILING = {"DeltaProduct_4 [0, 1]": "n_h = 4, [0, 1]", "Transformer": "Transformer", "Mamba [-1, 1]": "Mamba"}
 LAYERS = {f"{n} layers": f"{n} layers" for n in (2, 3, 4, 5)}
@@ -458,18 +468,6 @@ SHORT, LONG = dict.fromkeys(GROUPS, 128), dict.fromkeys(GROUPS, 512)
 S5_INPUTS = {"only swaps": 32, "swaps and 3-permutations": 32, "4 tokens": 64}
 Z60_INPUTS = {"Z60": 32, "Z60, 2 tokens": 64}
 squares = partial(accuracy_by_length, rows=2, size=(3.8, 3.6))
-
-
-def recurrent_form(name: str) -> None:
-    """Draw how many times as long the recurrent form takes as the chunkwise one, by sequence length."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in read("benchmarks/recurrent-form.json")["rows"]:
-        ratio = row["recurrent_both_ms"] / row["chunkwise_both_ms"]
-        curves.setdefault(f"heads of {row['head_size']}", []).append((row["length"], ratio))
-    axes = {"xlabel": "sequence length (tokens)", "ylabel": "time of recurrent / chunkwise", "ylim": (0, 40)}
-    labelled_lines(name, curves, (4.2, 2.8), ".0f", **axes)
-
-
 inputs = partial(accuracy_by_length, table="s5_inputs", models=S5_MODELS, longest=512, ncols=2)
 # The function that draws each figure. Its argument is the figure's name.
 DRAWINGS: dict[str, Callable[[str], None]] = {

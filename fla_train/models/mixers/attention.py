@@ -38,9 +38,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         if config.use_qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(size, config.norm_eps) for size in (config.hidden_size, kv_size)
-            )
+            self.q_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.k_norm = RMSNorm(kv_size, config.norm_eps)
 
     def forward(self, x: Tensor, context: SequenceContext, cache: Cache | None = None) -> Tensor:
         """Attend; this layer's keys and values in `cache` are read and updated in place."""

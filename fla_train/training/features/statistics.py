@@ -29,7 +29,7 @@ class Statistics(Callback):
         self._gates: dict[str, Tensor] = {}
         # Tokens of the first sequence, and how many of them this rank's columns hold.
         batch, part = micro_batches[0], micro_batches[0].context_part
-        columns, parts = batch.input_ids.shape[1], 1 if part is None else part.group.size
+        columns, parts = batch.input_ids.shape[1], (1 if part is None else part.group.size)
         self._length = batch.max_length_q or columns * parts
         self._seen = max(self._length - (0 if part is None else part.start(columns)), 0)
         self._before = [master.detach().clone() for master in self._masters()]
