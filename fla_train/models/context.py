@@ -229,7 +229,8 @@ def _visible_keys(
     if window is not None and isinstance(seen, int) and keys < min(window, seen + length):
         # transformers' cache raises an error only in layers of full attention.
         raise ValueError(f"a StaticCache of max_cache_len={keys} is full after {seen} tokens: make it longer")
-    position, bounds, key_bounds, starts = torch.arange(length, device=device), None, None, None
+    position = torch.arange(length, device=device)
+    bounds = key_bounds = starts = None
     query_documents = key_documents = None if documents is None else documents[None]
     if start and documents is not None:
         before = torch.searchsorted(cu_seqlens[1:], torch.arange(start, device=device), right=True)

@@ -106,11 +106,12 @@ def check_same_run(config: TrainConfig, checkpoint: Path, state: TrainState) -> 
     """
     errors, of_data = (find_changes(config, state, kind) for kind in ("fixed", "data"))
     # Files may have changed under an equal path. The Hub is not asked, because a run keeps its commit.
-    asked = config.task is None and (of_data or config.data.source == "local")
-    folder = prepared_folder(config.data) if asked else None
-    # Without a folder nothing was asked, or the tokenizer has to be fetched first.
-    if state.data is not None and (folder.name != state.data if folder else of_data and asked):
-        errors += of_data or [TEXT_CHANGED]
+    if state.data is not None and config.task is None and (of_data or config.data.source == "local"):
+        folder = prepared_folder(config.data)
+        # Before the tokenizer is fetched, only the keys can tell.
+        changed = of_data if folder is None else folder.name != state.data
+        if changed:
+            errors += of_data or [TEXT_CHANGED]
     if errors:
         raise ValueError(f"{checkpoint} belongs to another run: {', '.join(errors)}; or use init_from=RUN")
 

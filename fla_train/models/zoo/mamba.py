@@ -27,11 +27,9 @@ class SignedMambaMixer(nn.Module):
 
     def __init__(self, config: SignedMambaConfig) -> None:
         super().__init__()
-        self.config, inner = config, config.inner_size
+        self.config, inner, width = config, config.inner_size, config.conv_kernel
         self.in_proj = nn.Linear(config.hidden_size, 2 * inner, bias=False)
-        self.conv1d = nn.Conv1d(
-            inner, inner, config.conv_kernel, groups=inner, padding=config.conv_kernel - 1
-        )
+        self.conv1d = nn.Conv1d(inner, inner, width, groups=inner, padding=width - 1)
         self.x_proj = nn.Linear(inner, config.time_step_rank + 2 * config.state_size, bias=False)
         self.dt_proj = nn.Linear(config.time_step_rank, inner)
         self.A_log = nn.Parameter(torch.empty(inner, config.state_size))

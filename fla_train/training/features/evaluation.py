@@ -237,7 +237,7 @@ def evaluate(
     Args:
         seq_len: T, the longest context + 1.
         buckets: number of equal ranges into which contexts [1, T) are divided; at most T - 1.
-        token_sizes: bytes of each token id, [ids] int64; None: unknown.
+        token_sizes: bytes of each token id, [ids] int64 on the engine's device; None: unknown.
 
     Returns:
         loss: mean in nats per target token over all ranks.
@@ -262,7 +262,7 @@ def evaluate(
         sums[0].index_add_(0, bucket, losses[target].double())
         sums[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
         if token_sizes is not None:
-            sums[2].index_add_(0, bucket, token_sizes.to(device)[batch.targets()[target]].double())
+            sums[2].index_add_(0, bucket, token_sizes[batch.targets()[target]].double())
     engine.train()
     dist.all_reduce(sums)
     (total, targets, sizes), result = sums.tolist(), {}
