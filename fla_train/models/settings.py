@@ -110,9 +110,8 @@ class DeltaProductSettings:
     recompute_operator: bool = key(False, free="machine")
 
     def __post_init__(self) -> None:
-        if isinstance(self.norm_after, bool):  # of older runs and exports; without attention no effect
-            attention = {*(self.layer_types or ())} - {"linear_attention"}
-            self.norm_after = "attention" if self.norm_after and attention else None
+        if isinstance(self.norm_after, bool):  # as older runs and exports have it
+            self.norm_after = "attention" if self.norm_after else None
         require_valid(self, "model.", DeltaProductSettings)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
