@@ -30,7 +30,7 @@ def expressivity_jobs(session: Session, config: ExpressivityConfig, trained: Tas
     """Yield a job for each test set of the task that was trained, and for each of `config.lengths`.
 
     Raises:
-        ValueError: the task has no length, or already has a test set of such a name.
+        ValueError: the task has no length.
     """
     for name, test in _tests(trained, config).items():
         request = asdict(config) | {"trained": asdict(trained), "code": describe_code(type(test))}
@@ -63,10 +63,10 @@ def _tests(task: TaskConfig, config: ExpressivityConfig) -> dict[str, Task]:
     tests = tasks_for_testing(task)
     if config.lengths and task_class(task.kind).length_option != "length":
         raise ValueError(f"suite.expressivity.lengths: the length_option of task {task.kind} is not 'length'")
-    lengths = {f"length_{length}": {**task.options, "length": length} for length in config.lengths}
-    if same := sorted(tests.keys() & lengths.keys()):
-        raise ValueError(f"suite.expressivity.lengths: the task already has {', '.join(same)}: leave it out")
-    return tests | {name: make_task(task.kind, options, seed=TEST_SEED) for name, options in lengths.items()}
+    for length in config.lengths:
+        options = {**task.options, "length": length}
+        tests[f"length_{length}"] = make_task(task.kind, options, seed=TEST_SEED)
+    return tests
 
 
 @torch.no_grad()

@@ -187,24 +187,16 @@ class EvalResult(Measurements):
 def find_result(place: str | Path) -> EvalResult:
     """Read the result in a folder of `fla-eval`, or the newest result with scores of a run folder.
 
-    Damaged results of a run folder are skipped. Notes of the returned result name them.
-
     Raises:
-        ValueError: there is none, or that of `fla-eval` is damaged.
+        ValueError: there is none, or it is damaged.
     """
     folder = Path(place).expanduser()
     if (folder / "results.json").is_file():
         return EvalResult.load(folder / "results.json")
-    skipped: list[str] = []
     for file in sorted(folder.glob("eval/*/results.json"), key=lambda file: -file.stat().st_mtime):
-        try:
-            if (result := EvalResult.load(file)).scores:  # otherwise it has only errors
-                result.notes += skipped
-                return result
-        except ValueError as error:
-            skipped.append(f"Skipped: {error}.")
-    advice = f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder"
-    raise ValueError("\n  ".join([advice, *skipped]))
+        if (result := EvalResult.load(file)).scores:  # otherwise it has only errors
+            return result
+    raise ValueError(f"{place} holds no results of fla-eval: name a folder that it wrote, or a run folder")
 
 
 def unique(items: Iterable) -> list:

@@ -92,20 +92,17 @@ def test_a_result_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_command_compares_folders_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Of a run the newest intact evaluation with scores; equal names are told apart by their places."""
+    """Of a run the newest evaluation with scores; equal names are told apart by their places."""
     for place, name in (("a", "first"), ("run/eval/old", "first"), ("run/eval/new", "second")):
         (tmp_path / place).mkdir(parents=True)
         result(name).save(tmp_path / place / "results.json")
     (tmp_path / "run/eval/failed").mkdir()
     EvalResult(name="failed").save(tmp_path / "run/eval/failed/results.json")
-    (tmp_path / "run/eval/damaged").mkdir()
-    (tmp_path / "run/eval/damaged/results.json").write_text("{")
     assert find_result(tmp_path / "run").name == "second"
     run = str(tmp_path / "run")
     compare([str(tmp_path / "a"), run, run, f"--output={tmp_path / 'out'}"])
     printed = capsys.readouterr().out
     assert f"second ({run})" in printed and "▲" in printed and "table.csv" in printed
-    assert f"Skipped: {run}/eval/damaged/results.json" in printed
     assert len(pd.read_csv(tmp_path / "out/table.csv")) == 3 * 7
     assert r"\toprule" in (tmp_path / "out/table.tex").read_text()
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
