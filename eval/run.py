@@ -154,7 +154,7 @@ def _jobs(session: Session, config: EvalConfig, result: EvalResult, folder: Path
 
 
 def write_comparison(folder: Path, places: Sequence[str | Path]) -> None:
-    """Write tables and figures of finished evaluations side by side. Equal names get their places added.
+    """Write tables and figures of finished evaluations side by side. Places tell equal names apart.
 
     Args:
         folder: made if it does not exist.

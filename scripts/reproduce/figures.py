@@ -317,7 +317,7 @@ def bars(name: str, groups: Mapping[str, Mapping[str, float]], label: str, numbe
         groups: for each group, the values by name. If one is `ours`, it is the first.
         label: of the axis of values.
         number: format of a value.
-        power: 1 or -1, the power of a value relative to the first one that is the speedup.
+        power: 1 or -1; the speedup at a bar is (its value / the first value) ** power.
     """
     count = sum(len(group) for group in groups.values())
     with figure(name, (4.2, 0.25 * count + 0.3 * len(groups) + 0.6)) as (panel,):

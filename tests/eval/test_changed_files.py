@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fla_train import __version__
+import fla_train
 from fla_train.eval.config import EvalConfig, PerplexityConfig, SuiteConfig
 from fla_train.eval.result import EvalResult
 from fla_train.eval.run import evaluate
@@ -35,7 +35,8 @@ def write(file: Path, text: str, key: str = "text") -> Path:
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_documents(mirrored: bool, result_of, tmp_path: Path) -> None:
+def test_documents(mirrored: bool, result_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor after an update of this package."""
     place = tmp_path / "mirror/cerebras/SlimPajama-627B/test.jsonl" if mirrored else tmp_path / "own.jsonl"
     sets = ["slimpajama" if mirrored else str(place)]
     suite = SuiteConfig(name="p", perplexity=PerplexityConfig(sets=sets, lengths=[16], layout="documents"))
@@ -50,7 +51,10 @@ def test_documents(mirrored: bool, result_of, tmp_path: Path) -> None:
     second = found()
     assert first[0] != second[0] and first[1] != second[1]
     (part,) = (tmp_path / "out/parts").iterdir()
-    assert json.loads(part.read_text())["request"]["versions"][0] == __version__
+    part.write_text(part.read_text().replace(str(second[1]), "1.5"))
+    assert found()[1] == 1.5
+    monkeypatch.setattr(fla_train, "__version__", "another")
+    assert found() == second
 
 
 def test_tasks(result_of, write_task, quiz: list[dict]) -> None:
